@@ -43,12 +43,12 @@ FAMILIES: Mapping[str, str] = {
 def row_of(name: str, folder: Path) -> Mapping[str, str]:
     """The cells of a family."""
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.resolve.describe import describe
+    from hetmesh.resolve.resolved import resolve
     from support import tiny_vlms
     from support.can_do import can_do
 
     recipe = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, folder)))
-    return can_do(describe(recipe)[1], recipe.sink)
+    return can_do(resolve(recipe).adapters, recipe.sink)
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:

@@ -29,7 +29,6 @@ JUDGES = (
     "src/hetmesh/models",
     "src/hetmesh/recipe",
     "src/hetmesh/verify/self_check.py",
-    "src/hetmesh/verify/self_check_bound.py",
     "src/hetmesh/verify/self_check_samples.py",
     "src/hetmesh/training/part_checks.py",
     "src/hetmesh/testing/whole_reference.py",

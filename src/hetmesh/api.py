@@ -10,18 +10,19 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary import World
+from hetmesh.data.loader import TRAIN
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.export.export import export_last
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.refusals import check_run
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training import trainer
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
 from hetmesh.training.stopping import OnStep
 from hetmesh.training.trainer import train_in
-from hetmesh.verify.self_check_process import compare_in_process
-from hetmesh.verify.self_check_record import needs_self_check
+from hetmesh.verify.self_check_process import compare_in_process, needs_self_check
 
 
 def train(
@@ -54,12 +55,13 @@ def train(
     with open_payloads(recipe) as payloads, world_for(recipe) as world:
         if self_check:
             _compare_once(recipe, world)
-        return train_in(world, recipe, payloads, loss=loss, on_step=on_step, export=export_last)
+        resolved = resolve(recipe, payloads.sources[TRAIN])
+        return train_in(world, resolved, payloads, loss=loss, on_step=on_step, export=export_last)
 
 
-def run_recipe(recipe: Recipe) -> dict[str, Any]:
+def run_recipe(recipe: Recipe, resolved: ResolvedRecipe | None = None) -> dict[str, Any]:
     """`hetmesh.training.trainer.train`, exports included, of a recipe that is already checked."""
-    return trainer.train(recipe, export=export_last)
+    return trainer.train(recipe, resolved, export=export_last)
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def open_job(recipe: Recipe, *, loss: CustomLoss | None = None, self_check: bool
             _compare_once(recipe, world)
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe, world.device)
-        job = Job.assemble(recipe, world, payloads, loss)
+        job = Job.assemble(resolve(recipe, payloads.sources[TRAIN]), world, payloads, loss)
         try:
             yield job
         finally:

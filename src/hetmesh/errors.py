@@ -33,6 +33,11 @@ class RecipeError(HetmeshError, ValueError):
     """A recipe key is unknown, missing or holds an invalid value. The message names the key and the valid choices."""
 
 
+class UsageError(HetmeshError, ValueError):
+    """A command asks for what cannot be done: an option has an invalid value, a file that it names cannot be read or
+    written, or an optional package is missing. The message names it and says what is valid or what to install."""
+
+
 class SampleError(HetmeshError, ValueError):
     """One sample is malformed. The message names its id; mend the sample or the source that made it."""
 

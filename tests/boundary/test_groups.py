@@ -11,8 +11,7 @@ from hetmesh.boundary.transport import MEMORY
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -25,8 +24,9 @@ LARGE = (
 
 
 def foretold(recipe, link="gloo"):
-    _, adapters, graph = describe(recipe)
-    shapes = module_shapes(recipe, adapters)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    shapes = resolved.shapes
     return (
         graph,
         shapes,
@@ -58,14 +58,14 @@ def test_weights_that_are_not_tied_need_no_pairs():
 
 
 def test_explain_shows_the_count():
-    view = explain(load_recipe(RECIPES / "digits.toml"))
+    view = explain(resolve(load_recipe(RECIPES / "digits.toml")))
     # vision dp, llm tp (and projector), all ranks; and on NCCL the channels of two edges, of ranks 0-3 and 2-3
     assert (view.process_groups, view.process_groups_per_rank) == (5, 4)
     assert "5 process groups, at most 4 on one rank" in as_text(view)
 
 
 def channels(name, overrides=(), **limits):
-    graph = describe(load_recipe(RECIPES / f"{name}.toml", overrides))[2]
+    graph = resolve(load_recipe(RECIPES / f"{name}.toml", overrides)).graph
     return graph, stage_graph(graph), job_channels(graph, **limits)
 
 
@@ -103,7 +103,7 @@ def made(rank, names, near):
         world._groups.clear()
         world._meshes.clear()
         recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
-        Job.assemble(recipe, world)
+        Job.assemble(resolve(recipe), world)
         seen.append({ranks for ranks in world._groups if len(ranks) > 1})
     world.neighbours = neighbours
     return seen

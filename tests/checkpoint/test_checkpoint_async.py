@@ -13,12 +13,13 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.checkpoint import saving
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace
+from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import write_index
 from hetmesh.errors import CheckpointError
 from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders as folders
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import Gate, different, everything, make, steps
 
@@ -171,7 +172,7 @@ def test_who_leaves_lets_rank_0_name_the_checkpoint(world, tmp_path):
     place = SavePlace(tmp_path / "step-1", partial, rank=1, size=2, metadata=None, keep_latest=0, timeout=60.0)
     ready = world.accelerator.event()
     ready.record()
-    pending, looks = PendingSave(place, Content(()), ready), []
+    pending, looks = PendingSave(place, list, ready), []
     pending._given_up.wait = lambda seconds: (looks.append(seconds), len(looks) > 2 and partial.rename(place.path))
     assert pending.leave(60.0) == ""
     assert len(looks) == 3
@@ -211,10 +212,10 @@ def test_an_error_of_training_lets_the_save_end(world, tmp_path, capsys):
                 raise KeyError("a mistake")
 
         with pytest.raises(KeyError, match="a mistake"):
-            Trainer(load_recipe(RECIPE, small), world, on_step=on_step).run()
+            Trainer(resolve(load_recipe(RECIPE, small)), world, on_step=on_step).run()
     assert names(tmp_path / "run" / "checkpoint") == ["step-2"]
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [(each["event"], each["step"]) for each in events] == [("started", 0), ("checkpoint", 2), ("ended", 3)]
-    summary = Trainer(load_recipe(RECIPE, small), world).run()  # goes on, and waits for its last save
+    summary = Trainer(resolve(load_recipe(RECIPE, small)), world).run()  # goes on, and waits for its last save
     assert summary["steps"] == 4
     assert names(tmp_path / "run" / "checkpoint") == ["step-2", "step-4"]

@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from hetmesh.checkpoint import frozen_tensors as frozen
+from hetmesh.checkpoint import writing
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
@@ -20,6 +20,7 @@ from hetmesh.inference.one_process import OneProcess
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.refusals import check_run
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import Gate, different, everything, make, steps
@@ -117,7 +118,7 @@ def test_damage_of_what_checkpoints_share_is_told_of_all(world, tmp_path):
 
 
 def printed(*tensors):
-    return frozen.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
+    return writing.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])
@@ -141,7 +142,7 @@ def test_other_bytes_have_another_fingerprint(dtype, count):
 def test_what_is_frozen_may_move_while_it_is_written(world, tmp_path, monkeypatch, links):
     """As experts do that go to their own places to be saved, and back."""
     if not links:
-        monkeypatch.setattr(frozen.os, "link", no_links)
+        monkeypatch.setattr(writing.os, "link", no_links)
     checkpointer = Checkpointer(world, tmp_path, asynchronous=True)
     root, optimizers = half_frozen()
     for step in (1, 2):
@@ -164,7 +165,7 @@ def test_without_a_link_there_is_a_copy(world, tmp_path, monkeypatch, reason):
     root, optimizers = half_frozen()
     checkpointer.save(1, root, optimizers, {})
     if reason == "no links":
-        monkeypatch.setattr(frozen.os, "link", no_links)
+        monkeypatch.setattr(writing.os, "link", no_links)
     if reason == "deleted":
         (tmp_path / "step-1").rename(tmp_path / "elsewhere")
     path = checkpointer.save(2, root, optimizers, {})
@@ -214,15 +215,15 @@ def referring(tmp_path):
 @pytest.mark.slow
 def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
     recipe, directory = referring
-    first = Trainer(recipe(), world)
+    first = Trainer(resolve(recipe()), world)
     first.train_step()
     first.save()
     first.reporter.close()
     path = tmp_path / "run" / "checkpoint" / "step-1"
-    assert not any(key.startswith("model.vision.") for key in saved_tensors(path))
+    assert not any(key.startswith("model.vision.") for key in Index.of(path).saved)
     expected = first.train_step().loss
 
-    second = Trainer(recipe(), world)
+    second = Trainer(resolve(recipe()), world)
     assert (second.step, second.train_step().loss) == (1, expected)
     second.reporter.close()
     run = saved_run(tmp_path / "run")
@@ -239,7 +240,7 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
         rf"step-1 refers to the frozen modules\.vision in .*, and {weights} is not what was there; restore it, or name"
     )
     with pytest.raises(CheckpointError, match=says):
-        Trainer(recipe(), world)
+        Trainer(resolve(recipe()), world)
     with pytest.raises(CheckpointError, match=says):
         _ = saved_run(tmp_path / "run").names
 
@@ -261,13 +262,13 @@ def test_references_that_could_not_be_are_refused(referring, overrides, says):
 def test_what_a_checkpoint_holds_is_not_taken_from_a_directory_later(world, tmp_path, referring):
     """The directory may have other weights by then, which nobody has trained with."""
     recipe, directory = referring
-    first = Trainer(recipe("--checkpoint.frozen", "once"), world)
+    first = Trainer(resolve(recipe("--checkpoint.frozen", "once")), world)
     first.train_step()
     first.save()
     first.reporter.close()
     SiglipVisionModel(SiglipVisionConfig(**VISION)).save_pretrained(directory)
     for step in (1, 2):
-        again = Trainer(recipe(), world)
+        again = Trainer(resolve(recipe()), world)
         assert again.step == step
         assert different(everything(first.job.root.vision, None), everything(again.job.root.vision, None)) == []
         again.train_step()

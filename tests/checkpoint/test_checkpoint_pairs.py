@@ -12,8 +12,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.reading import saved_tensors
+from hetmesh.checkpoint.reading import Index
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import different
@@ -119,7 +120,7 @@ def recipe(folder, layout, variant="all trained"):
 def go_on(rank, recipe, save_after, steps, again=None):
     """Resume, save once more into `again`, take `steps` steps and save after the first `save_after`: where it was
     resumed, and the losses."""
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     trainer.reporter.close()
     resumed, losses = trainer.step, []
     if again is not None:
@@ -147,7 +148,7 @@ def content(path):
     """All that a checkpoint holds, tensors whole."""
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else ""
-        for name, entry in saved_tensors(path).items()
+        for name, entry in Index.of(path).saved.items()
     }
     with warnings.catch_warnings():  # that there is one process
         warnings.simplefilter("ignore", UserWarning)

@@ -10,16 +10,15 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.initial_check import check_initial_weights
-from hetmesh.checkpoint.initial_fit import Needs, left_out, unused, verdict
-from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.checkpoint.fit import Needs, left_out, unused, verdict
+from hetmesh.checkpoint.initial_load import check_initial_weights, load_initial_weights
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.parallel.apply import Root
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 
@@ -44,7 +43,7 @@ def local(root):
 
 def save(world, folder, *overrides):
     """One step of training and its checkpoint; the folder and what this rank has."""
-    trainer = Trainer(recipe_of(f"--job.dump_folder={folder}", *overrides), world)
+    trainer = Trainer(resolve(recipe_of(f"--job.dump_folder={folder}", *overrides)), world)
     trainer.train_step()
     trainer.save()
     trainer.reporter.close()
@@ -54,7 +53,7 @@ def save(world, folder, *overrides):
 
 def loaded(world, path, *overrides, exclude=()):
     """What this rank has then, or the error; and what was printed."""
-    root, told = Job.assemble(recipe_of(*overrides), world).root, io.StringIO()
+    root, told = Job.assemble(resolve(recipe_of(*overrides)), world).root, io.StringIO()
     try:
         with contextlib.redirect_stdout(told):
             load_initial_weights(world, root, path, exclude)
@@ -67,7 +66,7 @@ def checked(path, *overrides):
     """What one process says, which reads no weights."""
     recipe = recipe_of(f"--checkpoint.initial_load_path={path}", *overrides)
     try:
-        return check_initial_weights(recipe, describe(recipe)[1])
+        return check_initial_weights(resolve(recipe))
     except RecipeError as error:
         return str(error)
 
@@ -103,7 +102,7 @@ def cases(rank, folder):
     assert all(torch.equal(again[name], trained[name]) for name in trained)
     if any(map(is_adapter, trained)):
         assert any(each.any() for name, each in trained.items() if ".lora_B." in name)  # not as a new one begins
-    job, told = Job.assemble(recipe_of(), world), io.StringIO()
+    job, told = Job.assemble(resolve(recipe_of()), world), io.StringIO()
     with contextlib.redirect_stdout(told):
         load_initial_weights(world, Root((n, m) for n, m in job.root.named_children() if n == "vision"), plain)
     return {name: each if isinstance(each, str) else "" for name, each in found.items()}, told.getvalue()

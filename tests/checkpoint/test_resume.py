@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records.checkpoint_folders import complete_steps
-from hetmesh.report.run_folder import read_run
+from hetmesh.records.run_view import read_run
 from support.signal_points import SignalPoint
 
 pytestmark = pytest.mark.slow

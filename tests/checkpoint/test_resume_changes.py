@@ -13,6 +13,7 @@ from hetmesh.checkpoint.resume import changes, check_changes, check_configs, che
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checksums
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -32,7 +33,7 @@ def recipe(folder, *overrides):
 def made(tmp_path_factory):
     """A run's folder with a checkpoint of step 2."""
     folder, world = tmp_path_factory.mktemp("made") / "run", init()
-    trainer = Trainer(recipe(folder), world)
+    trainer = Trainer(resolve(recipe(folder)), world)
     for _ in range(2):
         trainer.reporter.step(trainer.train_step())
     trainer.save()
@@ -51,7 +52,7 @@ def saved(made, tmp_path):
 def test_changed_options_hold_from_the_first_resumed_step(saved, world):
     """With a learning rate of 0 nothing moves; with weight decay alone parameters shrink by just that."""
     zero = ("--optimizer.lr", "0", "--modules.llm.lr", "0")
-    still = Trainer(recipe(saved, *zero), world)
+    still = Trainer(resolve(recipe(saved, *zero)), world)
     before = [p.clone() for p in still.job.parameters()]
     metrics = still.train_step()
     assert (metrics.step, metrics.lr) == (3, 0.0)
@@ -69,7 +70,7 @@ def test_changed_options_hold_from_the_first_resumed_step(saved, world):
         "--lr_scheduler.min_lr_factor",
         "0.5",
     )
-    shrunk = Trainer(recipe(saved, *decay), world)
+    shrunk = Trainer(resolve(recipe(saved, *decay)), world)
     before = {name: p.clone() for name, p in shrunk.job.root.named_parameters()}
     metrics = shrunk.train_step()
     shrunk.reporter.close()
@@ -81,7 +82,7 @@ def test_changed_options_hold_from_the_first_resumed_step(saved, world):
 
 @pytest.mark.slow
 def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
-    Trainer(recipe(saved, "--optimizer.lr", "0.001", "--training.steps", "3"), world).run()
+    Trainer(resolve(recipe(saved, "--optimizer.lr", "0.001", "--training.steps", "3")), world).run()
     out = capsys.readouterr().out
     assert f"resuming at step 2 of {saved}\n" in out
     assert "changed since, and taken from step 3 on: optimizer.lr 0.002 -> 0.001, training.steps 4 -> 3\n" in out
@@ -121,7 +122,7 @@ def test_what_cannot_change_is_refused_by_name(saved, world, override, message):
             check_changes(changes(recipe(saved).model_dump(mode="json", by_alias=True), other), saved / "step-2")
         return
     with pytest.raises(RecipeError, match=message):
-        Trainer(other, world)
+        Trainer(resolve(other), world)
 
 
 @pytest.mark.slow
@@ -129,15 +130,17 @@ def test_u27_a_run_is_resumed_with_other_libraries_and_says_so(saved, world, mon
     now = resume.versions()
     assert {"python", "torch", "transformers"} <= now.keys()
     monkeypatch.setattr(resume, "versions", lambda: now | {"torch": "9.9"})
-    trainer = Trainer(recipe(saved, "--modules.vision.config.attention_dropout", "0.1"), world)  # which may change
+    trainer = Trainer(
+        resolve(recipe(saved, "--modules.vision.config.attention_dropout", "0.1")), world
+    )  # which may change
     trainer.reporter.close()
     assert trainer.notes[-1] == f"other libraries than those that it was saved with: torch {now['torch']} -> 9.9"
 
 
 @pytest.mark.slow
 def test_u27_another_batch_size_goes_on_at_the_same_sample(saved, world):
-    before = Trainer(recipe(saved), world).job.loader
-    after = Trainer(recipe(saved, "--training.local_batch_size", "4"), world).job.loader
+    before = Trainer(resolve(recipe(saved)), world).job.loader
+    after = Trainer(resolve(recipe(saved, "--training.local_batch_size", "4")), world).job.loader
     assert (before.step, after.step) == (2, 2)
     assert after.indices(2) == before.indices(2) + before.indices(3)
 
@@ -190,7 +193,7 @@ def test_a_directory_whose_config_has_changed_is_another_model():
 def test_a_checkpoint_under_another_ones_name_is_refused(saved, world):
     (saved / "checkpoint" / "step-2").rename(saved / "checkpoint" / "step-3")
     with pytest.raises(CheckpointError, match=r"step-3 holds the state after step 2: .*; call it step-2 again"):
-        Trainer(recipe(saved), world)
+        Trainer(resolve(recipe(saved)), world)
 
 
 @pytest.mark.slow
@@ -201,11 +204,11 @@ def test_damage_of_what_a_checkpoint_says_of_its_run_is_told(saved, world):
         stream.seek(part.offset + part.length // 2)
         stream.write(b"\0")
     with pytest.raises(CheckpointError, match=r"is damaged: extra\.run in .* has changed; restore it"):
-        Trainer(recipe(saved), world)
+        Trainer(resolve(recipe(saved)), world)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_does_without_the_weights_that_it_once_began_with(saved, world):
-    trainer = Trainer(recipe(saved, "--checkpoint.initial_load_path", str(saved / "gone")), world)
+    trainer = Trainer(resolve(recipe(saved, "--checkpoint.initial_load_path", str(saved / "gone"))), world)
     assert trainer.step == 2
     trainer.reporter.close()

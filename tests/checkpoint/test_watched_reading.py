@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hetmesh.data.digits import DigitsSource
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 from hetmesh.training.validation import free_running
 
@@ -41,7 +42,7 @@ class Looked(DigitsSource):
 def test_what_is_read_for_an_evaluation_a_checkpoint_or_a_skip_is_watched(world, tmp_path, monkeypatch):
     keys = ("--data.source", f"{__name__}:Looked", "--data.on_bad_sample", "skip", "--training.local_batch_size", "4")
     keys += ("--job.dump_folder", str(tmp_path), "--validation.samples", str(HELD_OUT))
-    trainer = Trainer(load_recipe(RECIPE, keys), world)
+    trainer = Trainer(resolve(load_recipe(RECIPE, keys)), world)
     trainer.train_step()
     trainer.upcoming.settle()  # or its thread would look while this one does
     monkeypatch.setattr(Looked, "world", world)

@@ -23,7 +23,7 @@ def trainer(monkeypatch):
     """A trainer that only notes what it was asked to train."""
     module = types.ModuleType("hetmesh.api")
     module.recipes = []  # type: ignore[attr-defined]
-    module.run_recipe = module.recipes.append  # type: ignore[attr-defined]
+    module.run_recipe = lambda recipe, resolved=None: module.recipes.append(recipe)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "hetmesh.api", module)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -108,7 +108,7 @@ def test_one_rank_trains_in_this_process(trainer, capsys):
 
 
 def test_a_failing_run_is_status_1(trainer, capsys):
-    def train(recipe):
+    def train(recipe, resolved):
         raise BoundaryTimeout("boundary vision->projector: rank 2 waited 5 s")
 
     trainer.run_recipe = train

@@ -9,7 +9,7 @@ from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, laye
 from hetmesh.cost.collective_time import all_to_all, tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time, reached_share
 from hetmesh.cost.shapes import expert_share
-from hetmesh.resolve.module_shapes import notes_on_experts
+from hetmesh.resolve.modules import notes_on_experts
 
 EXPERTS, CHOSEN, FEATURES, INNER = 8, 3, 16, 24
 MACHINE = replace(

@@ -8,8 +8,7 @@ from hetmesh.boundary import World
 from hetmesh.cost import static_memory
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 pytestmark = pytest.mark.slow
@@ -26,7 +25,7 @@ LORA = ("--modules.llm.lora.rank", "3", "--modules.vision.trainable", "false")
 
 def held(rank, recipe):
     """Per module of this rank: elements of all its parameters, and of the trainable ones."""
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     return {
         name: tuple(
             sum(local_part(p).numel() for p in module.parameters() if p.requires_grad or not trainable)
@@ -71,10 +70,10 @@ def test_every_rank_holds_its_experts(pool4, overrides):
 
 def compare(pool4, recipe):
     """What was computed, and what the ranks of `pool4` hold."""
-    _, adapters, graph = describe(recipe)
-    shapes = module_shapes(recipe, adapters)
+    resolved = resolve(recipe)
+    shapes = resolved.shapes
     expected = [{} for _ in range(4)]
     for name, shape in shapes.items():
-        for rank, memory in static_memory(shape, graph[name].mesh, 1, "SGD").items():
+        for rank, memory in static_memory(shape, resolved.graph[name].mesh, 1, "SGD").items():
             expected[rank][name] = (memory.elements, memory.gradients)
     assert pool4.run(held, recipe, timeout=120) == expected

@@ -11,7 +11,7 @@ from hetmesh.cli.check import checked
 from hetmesh.data.registry import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve import media_files
+from hetmesh.resolve import samples
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -43,7 +43,7 @@ def test_a_file_that_is_missing_is_refused_unless_it_is_to_be_skipped(root, monk
     path = lines(root, "wide.png", "gone.png", "tall.png")
     with pytest.raises(RecipeError, match=r"\[data\] 1 of 3 samples cannot be read: sample 'gone\.png': cannot "):
         checked(recipe(root, path))
-    said = checked(recipe(root, path, data={"on_bad_sample": "skip"}))
+    said = checked(recipe(root, path, data={"on_bad_sample": "skip"}))[1]
     assert any("sample 'gone.png': cannot read" in line and "leaves them out" in line for line in said)
     checked(recipe(root, lines(root, "wide.png", "tall.png")))
     held_out = {"options": recipe(root, path).data.options | {"validation_path": str(lines(root, "gone.png"))}}
@@ -59,12 +59,12 @@ def test_only_what_the_run_reads_is_looked_for(root, monkeypatch):  # noqa: F811
     names = ["gone.png", *["wide.png"] * 30]
     path = lines(root, *names)
     given = recipe(root, path)
-    drawn = set(media_files.in_order_of_training(given, recipe_source(given.data)))
+    drawn = set(samples.in_order_of_training(given, recipe_source(given.data)))
     if 0 in drawn:
         path = lines(root, *reversed(names))
     checked(recipe(root, path))
-    monkeypatch.setattr(media_files, "LOOKED_AT", 5)
-    assert "note: files were looked for of the first 5 samples that the run reads" in checked(recipe(root, path))
+    monkeypatch.setattr(samples, "MAX_SAMPLES_CHECKED", 5)
+    assert "note: files were looked for of the first 5 samples that the run reads" in checked(recipe(root, path))[1]
 
 
 def test_members_of_a_shard_are_found_by_its_index(root, tmp_path):  # noqa: F811

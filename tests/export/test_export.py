@@ -17,12 +17,13 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import CheckpointError, OutputError, RecipeError
 from hetmesh.export import directory_files as export_files
 from hetmesh.export import export as export_module
+from hetmesh.export.directory_files import MADE_FROM
 from hetmesh.export.export import export
 from hetmesh.export.export_plan import export_plan
-from hetmesh.export.provenance import MADE_FROM
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checksums
 from hetmesh.resolve.refusals import check_run
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
@@ -75,7 +76,7 @@ def tensors(folder):
 
 def save_now(rank, given, steps):
     """A checkpoint after some steps."""
-    trainer = Trainer(given, World.current())
+    trainer = Trainer(resolve(given), World.current())
     trainer.reporter.close()
     for _ in range(steps):
         trainer.train_step()
@@ -155,7 +156,6 @@ def logits(model):
 
 @pytest.mark.slow
 def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
-    from hetmesh.resolve.describe import describe
     from hetmesh.resolve.modules import empty_module
 
     path, run = trained
@@ -164,10 +164,10 @@ def test_logits_of_the_export_are_those_of_what_was_trained(trained, tmp_path):
     exported = model.from_pretrained(tmp_path / "out")
     assert exported.dtype == torch.float64
     by_hand = model.from_pretrained(path, dtype=torch.float64)
-    _, adapters, _ = describe(run.recipe)
+    resolved = resolve(run.recipe)
     values = {}
     for name in run.recipe.modules:
-        keys = [f"{name}.{key}" for key in empty_module(run.recipe, adapters[name], name).module.state_dict()]
+        keys = [f"{name}.{key}" for key in empty_module(run.recipe, resolved.adapters[name], name).state_dict()]
         values |= {key.removeprefix(f"{name}."): value for key, value in run.read(keys).items()}
     assert not torch.equal(logits(exported), logits(by_hand))
     by_hand.load_state_dict(values)
@@ -266,7 +266,7 @@ def test_an_export_that_is_stopped_in_the_middle_leaves_nothing(trained, tmp_pat
     (tmp_path / "out.partial" / "model.safetensors").write_bytes(b"half")
     export(run, tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
-    with pytest.raises(OutputError, match="is there already"):
+    with pytest.raises(OutputError, match="already exists"):
         export(run, tmp_path / "out")
 
 
@@ -371,7 +371,7 @@ def test_an_export_of_another_checkpoint_is_put_aside_and_not_taken_for_this_one
     step = tmp_path / "run" / "checkpoint" / "step-2"
     exported, aside = step.with_name("step-2-hf"), step.with_name("step-2-hf.old-1")
     first = tensors(exported)
-    (told,) = export_module.export_last(given, step)
+    (told,) = export_module.export_last(resolve(given), step)
     assert told == f"{exported} is there already, of this checkpoint, and stays as it is"
 
     shutil.rmtree(step)
@@ -387,7 +387,7 @@ def test_an_export_of_another_checkpoint_is_put_aside_and_not_taken_for_this_one
     (exported / MADE_FROM).unlink()  # as an older version left it; and the disk is full
     monkeypatch.setattr(export_module, "write_config", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        export_module.export_last(given, step)
+        export_module.export_last(resolve(given), step)
     assert sorted(each.name for each in step.parent.glob("*-hf*")) == [exported.name, aside.name]
 
 

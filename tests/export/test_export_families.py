@@ -31,11 +31,11 @@ from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.whole_forward import whole_logits
 from hetmesh.models.split.whole_model import WholeModel, whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.trainer import Trainer
-from hetmesh.verify.self_check_bound import relative
+from hetmesh.verify.self_check import relative
 from support import tiny_vlms
 
 STEPS = 20
@@ -168,7 +168,7 @@ def trained(rank: int, given: Recipe) -> tuple[dict[str, Tensor], Logits, float]
     Returns:
         What this rank's modules have learned, whole, by FQN in the model; logits and loss of an evaluation.
     """
-    trainer = Trainer(given, World.current(), export=export_last)
+    trainer = Trainer(resolve(given), World.current(), export=export_last)
     trainer.save()
     trainer.run()
     with trainer.job.expert_placement.in_expert_order(trainer.optimizers):
@@ -206,13 +206,14 @@ def evaluated(trainer: Trainer) -> tuple[Logits, float]:
 
 def by_transformers(model: Any, given: Recipe) -> tuple[Tensor, Tensor]:
     """Logits of all targets of the held-out samples by a model's own forward, and the tokens there."""
-    _, adapters, graph = describe(given)
+    resolved = resolve(given)
+    adapters, graph = resolved.adapters, resolved.graph
     encoders = {}
     for b in graph.inputs(graph.sink.name):
         before = [b.source, *(each.source for each in graph.inputs(b.source))]
         if b.at is not None:
             (encoders[b.at],) = (adapters[n] for n in before if isinstance(adapters[n], HfEncoderAdapter))
-    loader = Loader(held_out(given), SAMPLES, make_prepare(given, graph, adapters), shuffle=False)
+    loader = Loader(held_out(given), SAMPLES, resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     samples, metas = loader.load(drawn), [each.meta for each in drawn]
     targets = [s.tokens[a:b] for s, meta in zip(samples, metas, strict=True) for a, b in meta.targets]

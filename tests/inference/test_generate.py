@@ -24,8 +24,8 @@ from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.whole_forward import load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.refusals import check_recipe
-from hetmesh.resolve.whole_directory import directory_of
 from hetmesh.testing.sources import RandomMedia
 from support import tiny_vlms
 
@@ -35,14 +35,14 @@ LONG = 9
 
 def by_transformers(model, index):
     """The answer of transformers' generate to what comes before a sample's targets, and the logits of its tokens."""
-    whole = whole_model(directory_of(model.recipe))
+    whole = whole_model(directory_of(model.resolved.recipe))
     reference = load_whole(whole).eval()
-    loader = model.loader(Continued(model.source, [index], [[]]))
+    loader = model.loader(Continued(model.resolved.source, [index], [[]]))
     drawn = loader.batch(0)
     (sample,), meta = loader.load(drawn), drawn[0].meta
     arguments = {}
     if items := sample.media.get("image", ()):
-        call = model.adapters["vision"].call
+        call = model.resolved.adapters["vision"].call
         arguments = call.arguments(call.collate(list(items)))
     kinds = media_tokens(meta)[:, :-1]
     if any("grid_thw" in name for name in arguments):
@@ -69,19 +69,22 @@ def by_transformers(model, index):
 def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path)).replace("float64", "float32"))
     model = OneProcess.load(given)
-    samples = [model.source.meta(i) for i in range(40)]
+    samples = [model.resolved.source.meta(i) for i in range(40)]
     several = next(i for i, meta in enumerate(samples) if meta.num_items("image") > 1)
     without = next(i for i, meta in enumerate(samples) if not meta.media)
     for index in (several, without):
-        answer = list(answer_tokens(model, model.source, index, most=LONG))
+        answer = list(answer_tokens(model, model.resolved.source, index, max_tokens=LONG))
         theirs, logits = by_transformers(model, index)
         assert answer == theirs
         # Untrained models repeat themselves, so tokens alone say little.
-        ours = [model.logits(Continued(model.source, [index], [answer[:i]]))[-1] for i in range(LONG)]
+        ours = [model.logits(Continued(model.resolved.source, [index], [answer[:i]]))[-1] for i in range(LONG)]
         assert torch.allclose(torch.stack(ours), logits, rtol=1e-4, atol=1e-4)
         if (cache := model.cache()) is not None:
             rows: dict = {}
-            kept = [model.logits(Continued(model.source, [index], [answer[:i]]), rows, cache)[-1] for i in range(LONG)]
+            kept = [
+                model.logits(Continued(model.resolved.source, [index], [answer[:i]]), rows, cache)[-1]
+                for i in range(LONG)
+            ]
             assert torch.allclose(torch.stack(kept), torch.stack(ours), rtol=1e-4, atol=1e-4)
     assert (model.cache() is None) == (name in ("gemma3", "paligemma"))
 
@@ -110,14 +113,15 @@ def test_a_run_with_a_schedule_of_its_own_length_can_be_asked():
 def test_temperature_draws_by_seed_and_an_end_token_ends_the_answer(tmp_path):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save("llava", tmp_path)))
     model = OneProcess.load(given)
-    draw = lambda seed: list(answer_tokens(model, model.source, 0, most=6, temperature=2.0, seed=seed))  # noqa: E731
+    draw = lambda seed: list(answer_tokens(model, model.resolved.source, 0, max_tokens=6, temperature=2.0, seed=seed))  # noqa: E731
     assert draw(1) == draw(1) != draw(2)
-    greedy = list(answer_tokens(model, model.source, 0, most=6))
+    greedy = list(answer_tokens(model, model.resolved.source, 0, max_tokens=6))
     assert (
-        list(answer_tokens(model, model.source, 0, most=6, ends={greedy[1]})) == greedy[: greedy.index(greedy[1]) + 1]
+        list(answer_tokens(model, model.resolved.source, 0, max_tokens=6, ends={greedy[1]}))
+        == greedy[: greedy.index(greedy[1]) + 1]
     )
     (tmp_path / "llava" / "generation_config.json").write_text('{"eos_token_id": [42, 7]}')
-    assert end_tokens(model.source, model.recipe) == {42, 7}
+    assert end_tokens(model.resolved.source, model.resolved.recipe) == {42, 7}
 
 
 def test_a_digit_from_a_file_is_that_of_the_source(tmp_path):
@@ -149,7 +153,7 @@ def test_a_digit_from_a_file_is_that_of_the_source(tmp_path):
 def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch):
     asked = Namespace(question="add 1+1", media=None)
     model = SimpleNamespace(source=DigitsSource("validation"), recipe=None)
-    monkeypatch.setattr(generate, "_tokens", lambda *_: model.source.end_ids)
+    monkeypatch.setattr(generate, "_tokens", lambda *_: model.resolved.source.end_ids)
     with pytest.raises(RecipeError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE"):
         list(generate._asked(model, asked))
 
@@ -158,13 +162,13 @@ def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch
 @pytest.mark.parametrize("name", [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "qwen2_audio")])
 def test_keys_and_values_that_are_kept_change_nothing_in_any_family(tmp_path, name):
     model = OneProcess.load(parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path))))
-    index = next(i for i in range(50) if model.source.meta(i).num_items("image") > 1)
-    answer = list(answer_tokens(model, model.source, index, most=20))
+    index = next(i for i in range(50) if model.resolved.source.meta(i).num_items("image") > 1)
+    answer = list(answer_tokens(model, model.resolved.source, index, max_tokens=20))
     rows: dict = {}
     if (cache := model.cache()) is None:
         assert name in ("gemma3", "paligemma", "qwen3_5")
         return
     for i in range(20):
-        source = Continued(model.source, [index], [answer[:i]])
+        source = Continued(model.resolved.source, [index], [answer[:i]])
         kept, again = model.logits(source, rows, cache)[-1], model.logits(source)[-1]
         assert torch.allclose(kept, again, rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 
 VOCAB, FEATURES = 11, 4
@@ -67,4 +67,4 @@ def test_logits_are_those_of_the_whole_forward():
 @pytest.mark.parametrize(("name", "head"), [("llava_granite", "lm_head"), ("qwen2_audio", "lm_head"), ("gemma3", "")])
 def test_heads_of_families_leave_shares_unless_tied(tmp_path, name, head):
     path = tiny_vlms.save(name, tmp_path)
-    assert describe(parse_recipe(tiny_vlms.recipe_text(path)))[1]["llm"].abilities.head == head
+    assert resolve(parse_recipe(tiny_vlms.recipe_text(path))).adapters["llm"].abilities.head == head

@@ -12,7 +12,7 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.models import build_deferred, build_module
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 
 ROOT = Path(__file__).parents[2]
@@ -60,8 +60,8 @@ RECIPES = ("digits", "digits_omni", "digits_qwen3vl")
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_ready_made_modules_begin_as_their_constructors_say(recipe):
-    _, adapters, _ = describe(load_recipe(ROOT / f"recipes/{recipe}.toml"))
-    for name, adapter in adapters.items():
+    resolved = resolve(load_recipe(ROOT / f"recipes/{recipe}.toml"))
+    for name, adapter in resolved.adapters.items():
         deferred = build_deferred(adapter, name, 0)
         assert deferred.reason_built_whole is None
         alike(deferred.materialized(), adapter.build())

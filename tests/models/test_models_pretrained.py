@@ -23,8 +23,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe, parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import TOLERANCE, compare, reference, run
 from hetmesh.training.job import Job
 from support.often import combinations
@@ -131,14 +131,16 @@ def recipe(encoder: tuple[str, Any], llm: tuple[str, Any], more: str = "", proje
 
 def modules_of(recipe: Recipe) -> tuple[Any, Any]:
     """Adapters and loaded modules, on one process."""
-    _, adapters, graph = describe(recipe)
-    return adapters, {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
+    resolved = resolve(recipe)
+    adapters = resolved.adapters
+    return adapters, {name: loaded_module(recipe, adapters[name], name) for name in resolved.graph.order}
 
 
 def logits_of(recipe: Recipe, adapters: Any, modules: Any) -> torch.Tensor:
     """hetmesh's logits of the targets of all samples."""
-    source, _, graph = describe(recipe)
-    loader = Loader(source, len(source), make_prepare(recipe, graph, adapters), shuffle=False)
+    resolved = resolve(recipe)
+    source, graph = resolved.source, resolved.graph
+    loader = Loader(source, len(source), resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     metas, samples = [d.meta for d in drawn], loader.load(drawn)
     rows: dict[str, torch.Tensor] = {}
@@ -151,7 +153,8 @@ def logits_of(recipe: Recipe, adapters: Any, modules: Any) -> torch.Tensor:
 
 def transformers_logits(recipe: Recipe, encoder: Any, projector: Any, llm: Any) -> torch.Tensor:
     """The same from models that transformers loaded itself; one sample at a time."""
-    source, adapters, _ = describe(recipe)
+    resolved = resolve(recipe)
+    source = resolved.source
     out = []
     for index in range(len(source)):
         sample, meta = source.load(index), source.meta(index)
@@ -162,7 +165,7 @@ def transformers_logits(recipe: Recipe, encoder: Any, projector: Any, llm: Any) 
         if count:
             features = encoder(torch.stack(media))
             features = features[:, 1:] if recipe.modules["vision"].model == "clip" else features
-            assert features.shape[1] == adapters["vision"].rows_per_item
+            assert features.shape[1] == resolved.adapters["vision"].rows_per_item
             embeddings = torch.cat([embeddings[:1], projector(features.flatten(0, 1)), embeddings[1 + count :]])
         logits = llm(inputs_embeds=embeddings[None]).logits[0]
         out.append(logits[len(logits) - meta.num_targets - 1 : -1])
@@ -429,7 +432,7 @@ def test_each_unsuitable_directory_gives_one_clear_error(saved, llama, case):
 
 def test_check_finds_wrong_tensors_and_all_missing_directories(saved, llama):
     good = recipe(("clip", saved / "clip"), ("llama", llama))
-    assert any("llama" in line for line in checked(good))
+    assert any("llama" in line for line in checked(good)[1])
     edit_tensors(llama, lambda t: t.pop("model.norm.weight"))
     with pytest.raises(RecipeError, match=r"1 missing: model\.norm\.weight"):
         checked(good)
@@ -542,7 +545,7 @@ def peak_of_loading(rank: int, recipe: Recipe, whole: bool = False) -> tuple[int
     """
     with LiveBytes() as bytes:
         kept = modules_of(recipe) if whole else None
-        job = Job.assemble(recipe, World.current())
+        job = Job.assemble(resolve(recipe), World.current())
         del kept
     held = sum(local_part(p).untyped_storage().nbytes() for p in job.root.parameters())
     return bytes.peak, held, max(4 * p.numel() for p in job.root.parameters())

@@ -16,7 +16,7 @@ from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 from support.can_do import can_do
 
@@ -26,7 +26,7 @@ def recipe(path, more="", **media):
 
 
 def adapters_of(path, more="", **media):
-    return describe(recipe(path, more, **media))[1]
+    return resolve(recipe(path, more, **media)).adapters
 
 
 def whole_model_of(path):
@@ -72,7 +72,7 @@ def test_left_over_and_missing_tensors_are_named(directory, tmp_path):
     tensors["language_model.model.extra.weight"] = tensors.pop("multi_modal_projector.linear_2.bias")
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(RecipeError, match=r"1 tensors are none of Llava.*language_model.model.extra.weight"):
-        describe(recipe(path))
+        resolve(recipe(path))
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
         r"language_model\.lm_head\.weight and lm_head\.weight are the same tensor of the model, lm_head\.weight; keep"
     )
     with pytest.raises(RecipeError, match=says):
-        describe(recipe(path))
+        resolve(recipe(path))
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_sequence_parallelism_of_layers_that_need_all_tokens_is_refused(director
     path = directory("qwen3_5")
     says = r"parallelism.llm.enable_sequence_parallel: .* layers of kind \['linear_attention'\] need all tokens"
     with pytest.raises(RecipeError, match=says):
-        describe(recipe(path, SP))
+        resolve(recipe(path, SP))
     found = adapters_of(path, SP.partition("enable")[0])
     assert can_do(found, "llm")["SP"] == "no"
     assert can_do(found, "llm")["TP"] != "no"
@@ -223,7 +223,7 @@ def test_sequence_parallelism_of_eager_attention_is_refused(tmp_path, monkeypatc
     """It was once computed, and wrong: without a mask, which is left out where all tokens are gathered, not causal."""
     monkeypatch.setattr("transformers.LlavaPreTrainedModel._supports_sdpa", False)
     with pytest.raises(RecipeError, match="its attention is eager, which only a mask of all tokens makes causal"):
-        describe(recipe(tiny_vlms.save("llava", tmp_path), SP))
+        resolve(recipe(tiny_vlms.save("llava", tmp_path), SP))
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_positions_of_other_rows_than_patches_are_refused_by_check(tmp_path, mon
 
     monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", longer)
     with pytest.raises(RecipeError, match="its get_rope_index does not take images of one row per merged patch"):
-        describe(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
+        resolve(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
 
 
 @pytest.mark.slow

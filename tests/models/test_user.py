@@ -22,7 +22,7 @@ from hetmesh.graph import BoundarySpec
 from hetmesh.models import make_adapters
 from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
 
 PAGE = (Path(hetmesh.models.user.__file__).parent / "README.md").read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ def test_drawn_layouts_equal_one_process(pool4, example, tmp_path):
         overrides = [part for key, value in keys.items() for part in (f"--{key}", str(value))]
         try:
             given = load_recipe(tmp_path / "recipe.toml", overrides)
-            describe(given)
+            resolve(given)
         except RecipeError:
             continue
         try:
@@ -196,7 +196,7 @@ def test_shares_of_the_tokens_of_a_stage_are_refused(example):
     with pytest.raises(
         RecipeError, match=r"parallelism\.vision\.enable_sequence_parallel: not together with the pipel"
     ):
-        describe(load_recipe(example, overrides))
+        resolve(load_recipe(example, overrides))
 
 
 @pytest.mark.slow
@@ -282,9 +282,9 @@ def test_items_of_any_size_and_a_row_wise_pipeline_whose_first_layer_froze_itsel
 def test_what_froze_itself_is_refused_or_seen():
     given = parse_recipe(SIZES, ("--modules.vision.model", "test_user:Frozen"))
     with pytest.raises(RecipeError, match=r"modules\.vision\.trainable = true, but Frozen has no parameter with"):
-        describe(given)
-    describe(parse_recipe(SIZES, ("--modules.vision.model", "test_user:Frozen", "--modules.vision.trainable", "false")))
-    graph = describe(parse_recipe(SIZES))[2]
+        resolve(given)
+    resolve(parse_recipe(SIZES, ("--modules.vision.model", "test_user:Frozen", "--modules.vision.trainable", "false")))
+    graph = resolve(parse_recipe(SIZES)).graph
     assert graph["projector"].frozen_layers == {"into"}
 
 
@@ -300,7 +300,7 @@ class OddSizes(AnySize):
 
 
 def test_an_item_that_a_class_cannot_read_is_named():
-    encoder = describe(parse_recipe(SIZES))[1]["vision"]
+    encoder = resolve(parse_recipe(SIZES)).adapters["vision"]
     assert encoder.item_rows((1, 8, 12)) == 3
     with pytest.raises(SampleError, match=r"'vision' cannot read 'image' of shape \(1, 8, 10\): sides must be"):
         encoder.item_rows((1, 8, 10))
@@ -312,13 +312,13 @@ def test_an_item_that_a_class_cannot_read_is_named():
 def test_the_recipes_folder_is_importable_for_the_recipe_alone(example):
     given = pickle.loads(pickle.dumps(load_recipe(example)))
     path = list(sys.path)
-    tower = describe(given)[1]["vision"]
+    tower = resolve(given).adapters["vision"]
     assert sys.path == path
     assert Path(sys.modules[tower.model_class.__module__].__file__).parent == example.parent
     assert given.model_dump() == load_recipe(example).model_dump()
     sys.modules.pop("my_model")
     with pytest.raises(RecipeError, match=r"cannot import 'my_model:Tower': No module named 'my_model'"):
-        describe(parse_recipe(example.read_text()))
+        resolve(parse_recipe(example.read_text()))
 
 
 def test_two_folders_may_have_files_of_one_name(tmp_path):
@@ -555,7 +555,7 @@ def test_what_is_not_declared_is_refused_with_the_attribute(overrides, message):
         overrides if "--modules.llm.model" in overrides else ("--modules.llm.model", "test_user:Good", *overrides)
     )
     with pytest.raises(RecipeError, match=message):
-        describe(parse_recipe(text, overrides))
+        resolve(parse_recipe(text, overrides))
 
 
 class Plain(Good):

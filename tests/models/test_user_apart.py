@@ -13,7 +13,7 @@ import hetmesh
 from hetmesh.cli.check import checked
 from hetmesh.errors import GradientError, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import user_models
 
 
@@ -324,12 +324,12 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
 )
 def test_what_other_layouts_would_change_is_refused(own, message):
     with pytest.raises(RecipeError, match=message):
-        describe(recipe(**own))
+        resolve(recipe(**own))
 
 
 @pytest.mark.parametrize("own", [{}, {"llm": "Causal"}, {"vision": "Noisy"}, {"vision": "DropsInTraining"}])
 def test_what_each_sample_alone_decides_is_taken(own):
-    assert not [line for line in checked(recipe(**own)) if "was not tried" in line]
+    assert not [line for line in checked(recipe(**own))[1] if "was not tried" in line]
 
 
 @pytest.mark.parametrize("branch", user_models.BRANCHES)
@@ -342,9 +342,9 @@ def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
     found = parse_recipe(text | {"parallelism": {"ranks": [0]}, "training": {"local_batch_size": 4}})
     if branch in user_models.MIXING:
         with pytest.raises(RecipeError, match=r"modules\.projector: Widen (mixes|fails)"):
-            describe(found)
+            resolve(found)
     else:
-        describe(found)
+        resolve(found)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_a_branch_of_training_is_refused_where_it_mixes_samples(branch):
     ],
 )
 def test_what_could_not_be_tried_is_said(vision, message):
-    lines = [line for line in checked(recipe(vision=vision)) if "was not tried" in line]
+    lines = [line for line in checked(recipe(vision=vision))[1] if "was not tried" in line]
     assert len(lines) == 1
     assert re.search(rf"note: modules\.vision: whether it mixes samples was not tried: {message}", lines[0])
 

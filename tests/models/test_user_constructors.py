@@ -14,7 +14,7 @@ import hetmesh
 from hetmesh.errors import RecipeError, ReplicaError
 from hetmesh.models import build_empty, build_module
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
 
 
@@ -262,7 +262,7 @@ REFUSED = [
 @pytest.mark.parametrize(("own", "message"), REFUSED)
 def test_what_no_layout_keeps_of_a_constructor_is_refused(own, message):
     with pytest.raises(RecipeError, match=message):
-        describe(recipe(**own))
+        resolve(recipe(**own))
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "number"])
@@ -271,18 +271,19 @@ def test_draws_that_no_seed_reaches_are_refused(kind):
     module = tables.modules["vision"]
     module.config["kind"] = kind
     with pytest.raises(RecipeError, match="Unseeded, constructed twice with the same seeds, computes something else"):
-        describe(tables)
+        resolve(tables)
 
 
 @pytest.mark.parametrize("vision", ["Holding", "Recurrent"])
 def test_what_a_constructor_may_keep_is_taken(vision):
-    _, adapters, _ = describe(recipe(vision=vision))
-    assert adapters["vision"].reason_not_probed == ""
+    resolved = resolve(recipe(vision=vision))
+    assert resolved.adapters["vision"].reason_not_probed == ""
 
 
 def test_all_global_generators_are_seeded_by_place_and_left_as_they_were():
     made = recipe(vision="DrawsElsewhere")
-    _, adapters, _ = describe(made)
+    resolved = resolve(made)
+    adapters = resolved.adapters
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.random.get_rng_state()
     first = build_module(adapters["vision"], "vision", 0)
     assert before[0] == random.getstate()

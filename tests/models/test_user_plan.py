@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from hetmesh.errors import RecipeError
 from hetmesh.models.user import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.user_plans import uncompared_plans
+from hetmesh.resolve.module_refusals import uncompared_plans
+from hetmesh.resolve.resolved import resolve
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -237,26 +237,26 @@ def recipe(model, **keys):
 )
 def test_what_takes_all_features_between_colwise_and_rowwise_is_refused(model, message):
     with pytest.raises(RecipeError, match=message):
-        describe(recipe(model))
+        resolve(recipe(model))
 
 
 @pytest.mark.parametrize("model", ["Tower", "SummedTower", "Gathered", "Torchs", "Recomputed"])
 def test_a_plan_that_changes_nothing_is_compared_and_taken(model):
     given = recipe(model, degree=3 if model == "Gathered" else 2)
-    source, adapters, _ = describe(given)
-    assert uncompared_plans(given, adapters, source.vocab_size) == []
+    resolved = resolve(given)
+    assert uncompared_plans(given, resolved.adapters, resolved.source.vocab_size) == []
 
 
 def test_what_cannot_be_compared_is_said():
     given = recipe("Strange")
-    source, adapters, _ = describe(given)
-    (note,) = uncompared_plans(given, adapters, source.vocab_size)
+    resolved = resolve(given)
+    (note,) = uncompared_plans(given, resolved.adapters, resolved.source.vocab_size)
     assert "was not compared with the whole module: its plan has another ParallelStyle" in note
 
 
 def test_large_modules_are_compared_without_their_equal_layers(monkeypatch):
     sizes = {"out_features": 256, "inner": 4096, "depth": 12}
     monkeypatch.setattr(plan_probe, "_POOL", 1 << 16)  # so that rows overlap
-    describe(recipe("Tower", config=sizes))
+    resolve(recipe("Tower", config=sizes))
     with pytest.raises(RecipeError, match=r"'blocks\.0\.down' gets differs"):
-        describe(recipe("NormedTower", config=sizes))
+        resolve(recipe("NormedTower", config=sizes))

@@ -8,7 +8,8 @@ from torch.nn.functional import linear
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate.stage_contents import stage_contents
 from hetmesh.testing import parity
 
@@ -190,7 +191,7 @@ def test_what_fsdp_cannot_shard_by_layers(pool4, model):
 
 
 def test_a_step_with_a_scalar_is_simulated():
-    assert simulate_recipe(recipe("Scaled"), machine="h100").makespan > 0
+    assert simulate_recipe(resolve(recipe("Scaled")), machine="h100").makespan > 0
 
 
 def test_what_is_gathered_whole_is_predicted_to_be():

@@ -10,6 +10,7 @@ from hetmesh.boundary import World
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel import ParameterAxes, gradient_axes
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 PLAIN = {"norm": nn.Parameter(torch.zeros(2)), "q_norm": nn.Parameter(torch.zeros(2))}
@@ -34,7 +35,7 @@ def test_fsdp_sums_over_lanes_in_the_backward_and_nothing_else():
 
 
 def maps(rank: int, recipe) -> dict[str, dict[str, ParameterAxes]]:
-    return {name: dict(each.axes) for name, each in Job.assemble(recipe, World.current()).parallel.items()}
+    return {name: dict(each.axes) for name, each in Job.assemble(resolve(recipe), World.current()).parallel.items()}
 
 
 @pytest.mark.slow

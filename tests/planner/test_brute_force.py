@@ -14,6 +14,7 @@ from hetmesh.planner.candidates import joined, module_plans
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
+from hetmesh.resolve.resolved import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ def random_problem(seed):
     fixed = {"llm.activation_checkpoint": "none", "vision.activation_checkpoint": "none"}
     if rng.random() < 0.3:
         fixed["llm.activation_checkpoint"] = "full"
-    problem = recipe_problem(given, machine="h100", ranks=int(rng.choice([2, 2, 3, 4])), fixed=fixed)
+    problem = recipe_problem(resolve(given), machine="h100", ranks=int(rng.choice([2, 2, 3, 4])), fixed=fixed)
     machine = problem.machine
     slower = float(rng.choice([1, 10, 1000]))  # digits are so small that operations' overheads hide all else
     machine = replace(
@@ -113,7 +114,7 @@ def test_the_chosen_split_is_near_the_best_of_its_neighbours(ranks, seed):
         ["--training.global_batch_size=24", "--training.local_batch_size=1", f"--debug.seed={seed}"],
     )
     fixed = {"llm.activation_checkpoint": "none", "vision.activation_checkpoint": "none", "placement": "disjoint"}
-    problem = recipe_problem(given, machine="h100", ranks=ranks, fixed=fixed)
+    problem = recipe_problem(resolve(given), machine="h100", ranks=ranks, fixed=fixed)
     problem = replace(problem, machine=replace(problem.machine, operation_overhead=1e-7))
     chosen = search(problem).fastest
     own = chosen.plan.modules["vision"].ranks[1]

@@ -13,6 +13,7 @@ from hetmesh.planner import PLACEMENTS, candidates, laid_out
 from hetmesh.planner.estimate import Estimator
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import LayerCosts
 from hetmesh.simulate.stage_contents import stage_contents
 
@@ -22,7 +23,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "digits.toml"
 @pytest.mark.slow
 def test_estimates_are_the_same_whatever_was_estimated_before():
     sizes = ["--training.global_batch_size=48", "--training.local_batch_size=1"]
-    given = recipe_problem(load_recipe(RECIPE, sizes), machine="h100", ranks=16)
+    given = recipe_problem(resolve(load_recipe(RECIPE, sizes)), machine="h100", ranks=16)
     some = [plan for name in PLACEMENTS for plan in itertools.islice(candidates(given, name), 0, 6000, 41)]
     assert len(some) > 40
     together, layers = Estimator(given, LayerCosts(given.machine)), LayerCosts(given.machine)

@@ -14,8 +14,8 @@ from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
 from hetmesh.report.plan_text import plan_json, plan_text
-from hetmesh.resolve.describe import describe
 from hetmesh.resolve.planning import plan_keys, planned_text, recipe_problem
+from hetmesh.resolve.resolved import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def overrides(size=8, **config):
 
 
 def problem(given, ranks, **kwargs):
-    return recipe_problem(load_recipe(RECIPE, given), machine="h100", ranks=ranks, **kwargs)
+    return recipe_problem(resolve(load_recipe(RECIPE, given)), machine="h100", ranks=ranks, **kwargs)
 
 
 def drawn(seed):
@@ -57,7 +57,7 @@ def drawn(seed):
 def accepted(text, recipe, plan):
     """Whether `hetmesh check` takes the recipe with the layout of `plan`."""
     try:
-        describe(parse_recipe(rewritten(text, plan_keys(recipe, plan, recipe.batch.global_batch_size))))
+        resolve(parse_recipe(rewritten(text, plan_keys(recipe, plan, recipe.batch.global_batch_size))))
     except RecipeError:
         return False
     return True

@@ -15,9 +15,8 @@ from hetmesh.graph import SampleMeta
 from hetmesh.planner.macro_batch import PER_SAMPLE, SHARE, agreeing_batches, certify, drifting, parted
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.plan_text import macro_batch_lines
-from hetmesh.resolve import planning
-from hetmesh.resolve.describe import make_loader
 from hetmesh.resolve.planning import recipe_macro_batch, recipe_problem
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SAMPLES = 4096
@@ -93,16 +92,17 @@ def test_a_recipes_own_data_do_not_drift_since_they_are_shuffled(monkeypatch):
     options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 16], length = 4096}"
     keys = ("--data.source", f"{__name__}:Growing", f"--data.options={options}", "--training.steps=64")
     recipe = load_recipe(DIGITS, (*keys, "--training.global_batch_size=64", "--training.local_batch_size=64"))
-    problem = recipe_problem(recipe, machine="h100", ranks=4)
-    shuffled = recipe_macro_batch(recipe, problem)
+    resolved = resolve(recipe)
+    problem = recipe_problem(resolved, machine="h100", ranks=4)
+    shuffled = recipe_macro_batch(resolved, problem)
     assert shuffled.drawn == 4096
     assert shuffled.drifts == ()
-    monkeypatch.setattr(planning, "make_loader", in_order)
-    assert {each.module for each in recipe_macro_batch(recipe, problem).drifts} == {"vision", "llm"}
+    monkeypatch.setattr(ResolvedRecipe, "loader", in_order)
+    assert {each.module for each in recipe_macro_batch(resolved, problem).drifts} == {"vision", "llm"}
 
 
-def in_order(*args):
-    loader = make_loader(*args)
+def in_order(resolved, payloads=None, loader_of=ResolvedRecipe.loader):
+    loader = loader_of(resolved, payloads)
     loader.shuffle = False
     return loader
 

@@ -22,6 +22,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import nothing_found
 from hetmesh.resolve.planning import not_kept, planned_text, recipe_problem
+from hetmesh.resolve.resolved import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def problem(ranks=4, size=16, recipe="digits", **kwargs):
     sizes = [f"--training.global_batch_size={size}", "--training.local_batch_size=1"]
     given = load_recipe(RECIPES / f"{recipe}.toml", sizes)
-    return recipe_problem(given, machine="h100", ranks=ranks, **kwargs)
+    return recipe_problem(resolve(given), machine="h100", ranks=ranks, **kwargs)
 
 
 def alike(given):
@@ -153,7 +154,7 @@ def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks(
     """Which microbatch size is fast is what estimates know least: the best of each is simulated."""
     fixed = {"llm.tensor_parallel_degree": 1, "llm.pipeline_parallel_degree": 1}
     given = load_recipe(RECIPES / "siglip_qwen3_8b.toml", [])
-    best = search(recipe_problem(given, machine="h100", ranks=8, fixed=fixed), shown=1).best
+    best = search(recipe_problem(resolve(given), machine="h100", ranks=8, fixed=fixed), shown=1).best
     assert best["colocated"][0].step_s <= best["homogeneous"][0].step_s
     assert best["colocated"][0].plan.microbatch_size == 4
     for each in best["colocated"]:  # else it is the shared one
@@ -282,7 +283,7 @@ def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
     path = RECIPES / f"{recipe}.toml"
     overrides = ["--debug.seed=3", "--boundaries.0.from=vision", "--parallelism.llm.fsdp_reshard_after_forward=never"]
     before, text = load_recipe(path, overrides), path.read_text(encoding="utf-8")
-    given = recipe_problem(before, machine="h100", ranks=8)
+    given = recipe_problem(resolve(before), machine="h100", ranks=8)
     assert "parallelism.llm.fsdp_reshard_after_forward" in not_kept(before)
     for placement in PLACEMENTS:
         plans = list(itertools.islice(candidates(given, placement), 0, 4000, 571))[:3]

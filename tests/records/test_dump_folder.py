@@ -16,6 +16,7 @@ from hetmesh.records.dump_folder import claim_folder
 from hetmesh.records.metrics import StepMetrics
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.refusals import check_run
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.notices import StepNotices
 from hetmesh.training.trainer import Trainer, train
 
@@ -262,7 +263,7 @@ def test_a_folder_that_cannot_be_written_is_named(world, tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/hetmesh/run")):
         with pytest.raises(OutputError, match=f"^{folder}.* cannot be written: .*; job.dump_folder must be a folder"):
-            Trainer(recipe(folder), world)
+            Trainer(resolve(recipe(folder)), world)
 
 
 @pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.records.loggers import Loggers, require_wandb
-from hetmesh.records.metrics import LINE_WIDTH, StepMetrics, amount, duration, flat
-from hetmesh.records.reporter import Reporter
-from hetmesh.records.step_values import Measured, StepCost
+from hetmesh.records.metrics import LINE_WIDTH, Measured, StepCost, StepMetrics, amount, duration, flat
+from hetmesh.records.reporter import Loggers, Reporter, require_wandb
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.device_peak import measure_peak
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -167,7 +166,7 @@ def train(rank, folder, overrides):
     common = ("--job.dump_folder", folder, "--validation.samples", "4", "--metrics.enable_tensorboard", "false")
     recipe = load_recipe(RECIPES / "digits_colocated.toml", (*common, *overrides))
     world = World.current()
-    trainer = Trainer(recipe, world)
+    trainer = Trainer(resolve(recipe), world)
     trainer.run()
     return {"messages": len(world.log.messages), "peak": trainer.meter.peaks["llm"].flops, "ranks": world.size}
 

@@ -11,14 +11,12 @@ from hetmesh.cli import main
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.report.balance_picture import save_balance
-from hetmesh.report.balance_text import WIDTH, balance_text
+from hetmesh.report.balance_text import WIDTH, balance_text, save_balance
 from hetmesh.report.balance_values import Histogram
 from hetmesh.report.balance_view import balance_view
 from hetmesh.report.given_lengths import GivenLengths
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -40,14 +38,14 @@ def charts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def view(charts):
     given = recipe("digits_balanced", "--balance.deferral=true", "--parallelism.llm.pipeline_parallel_degree=1")
-    return balance_view(given, lengths=charts, batches=2, machine="h100")
+    return balance_view(resolve(given), lengths=charts, batches=2, machine="h100")
 
 
 @pytest.mark.slow
 def test_what_is_predicted_is_what_runs():
     """The row of the recipe's own policy, and that of none, are the steps that training has and `simulate` shows."""
     given = recipe("digits_balanced")
-    found = {each.name: each for each in balance_view(given, batches=1, machine="h100").balancers}
+    found = {each.name: each for each in balance_view(resolve(given), batches=1, machine="h100").balancers}
     assert [name for name, each in found.items() if each.recipe] == ["auto"]
     for name, keys in (
         ("auto", ()),
@@ -55,7 +53,7 @@ def test_what_is_predicted_is_what_runs():
         ("entrain, deferral", ("--balance.policy=entrain", "--balance.deferral=true")),
     ):
         other = recipe("digits_balanced", *keys)
-        assert found[name].seconds == simulate_recipe(other, machine="h100").makespan
+        assert found[name].seconds == simulate_recipe(resolve(other), machine="h100").makespan
 
 
 def test_every_balancer_is_compared(view):
@@ -101,8 +99,9 @@ def test_lengths_become_what_modules_would_see(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"vision": 10, "llm": 20}\n{"llm": 300}\n{"vision": 8, "llm": 1}\n')
     given = recipe("digits_qwen3vl")
-    _, adapters, graph = describe(given)
-    samples = GivenLengths(read_lengths(path), graph, adapters, 128)
+    resolved = resolve(given)
+    graph = resolved.graph
+    samples = GivenLengths(read_lengths(path), graph, resolved.adapters, 128)
     first, text, short = (samples.meta(i) for i in range(3))
     assert (first.tokens, first.rows["vision"], first.num_targets) == (20, 3, 16)  # four patches make a row
     assert (text.tokens, text.media, text.num_targets) == (300, (), 299)
@@ -113,7 +112,7 @@ def test_lengths_become_what_modules_would_see(tmp_path):
     assert "1 of 3 samples are longer than training.seq_len = 128" in told
     batches = [sample.id for batch in samples.batches(2, 3, seed=0) for sample in batch]
     assert sorted(batches[:3]) == sorted(batches[3:]) == ["line 1", "line 2", "line 3"]
-    plan = plan_batch(graph, [first, text, short], 3, recipe_balance(given, graph, adapters))
+    plan = plan_batch(graph, [first, text, short], 3, resolved.balance)
     assert plan.num_tokens == 323
 
 
@@ -155,9 +154,9 @@ def test_what_does_not_fit_is_named(charts, tmp_path, capsys):
     assert main(["balance", digits, "--batches", "0"]) == 2
     assert "--batches 0: must be at least 1" in capsys.readouterr().err
     with pytest.raises(GraphError, match=r"sample 'line \d+' has \d+ tokens for module 'llm'; max_tokens .* is 20"):
-        balance_view(recipe("digits", "--balance.max_tokens={llm = 20}"), lengths=charts)
+        balance_view(resolve(recipe("digits", "--balance.max_tokens={llm = 20}")), lengths=charts)
     with pytest.raises(RecipeError, match="nowhere"):
-        balance_view(recipe("digits"), lengths="nowhere")
+        balance_view(resolve(recipe("digits")), lengths="nowhere")
 
 
 @pytest.mark.slow
@@ -168,7 +167,9 @@ def test_a_policy_that_finds_no_way_is_named_and_the_others_are_compared(monkeyp
         return assign(loads, slots, policy)
 
     monkeypatch.setattr("hetmesh.report.balance_view.assign", sorted_finds_none)
-    found = balance_view(recipe("digits_balanced", "--balance.max_tokens={llm = 250}"), batches=1, machine="h100")
+    found = balance_view(
+        resolve(recipe("digits_balanced", "--balance.max_tokens={llm = 250}")), batches=1, machine="h100"
+    )
     assert [each.name for each in found.balancers if each.problem] == ["sorted"]
     assert found.notes == ("sorted: no way",)
     assert found.modules[-1].cap == 250
@@ -176,7 +177,7 @@ def test_a_policy_that_finds_no_way_is_named_and_the_others_are_compared(monkeyp
     assert "at most 250 tokens in each" in text
     assert "note: sorted: no way" in text
     with pytest.raises(GraphError, match="no way"):
-        balance_view(recipe("digits_balanced", "--balance.policy=sorted"), batches=1, machine="h100")
+        balance_view(resolve(recipe("digits_balanced", "--balance.policy=sorted")), batches=1, machine="h100")
 
 
 @pytest.mark.slow

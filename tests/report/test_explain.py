@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate
 
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
-from hetmesh.errors import RecipeError, SampleError
+from hetmesh.errors import SampleError, UsageError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain, save_picture
@@ -19,7 +19,8 @@ from hetmesh.report.explain import cell, layout_text
 from hetmesh.report.text import traffic_text
 from hetmesh.report.values import BoundaryView, Traffic
 from hetmesh.resolve.planning import recipe_problem
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -31,7 +32,7 @@ def views():
 
     def get(name, *overrides):
         if (name, overrides) not in made:
-            made[name, overrides] = explain(load_recipe(RECIPES / f"{name}.toml", overrides))
+            made[name, overrides] = explain(resolve(load_recipe(RECIPES / f"{name}.toml", overrides)))
         return made[name, overrides]
 
     return get
@@ -143,15 +144,15 @@ def test_the_picture_is_a_png(views, tmp_path):
     path = tmp_path / "digits.png"
     save_picture(views("digits", "--modules.vision.trainable", "false"), path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(RecipeError, match="cannot be written: no such file or directory"):
+    with pytest.raises(UsageError, match="cannot be written: no such file or directory"):
         save_picture(views("digits"), tmp_path / "nowhere" / "x.png")
-    with pytest.raises(RecipeError, match="cannot be written: embedded null byte"):
+    with pytest.raises(UsageError, match="cannot be written: embedded null byte"):
         save_picture(views("digits"), "a\0b.png")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(views, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RecipeError, match=r"needs matplotlib: pip install 'hetmesh\[report\]'"):
+    with pytest.raises(UsageError, match=r"needs matplotlib: pip install 'hetmesh\[report\]'"):
         save_picture(views("digits"), tmp_path / "x.png")
 
 

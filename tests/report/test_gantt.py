@@ -6,13 +6,12 @@ import pytest
 
 from hetmesh.cli import main
 from hetmesh.cost import StageCost, StepCosts
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 from hetmesh.graph import Activation, ModuleGraph, ModuleSpec, stage_graph
 from hetmesh.layout import MeshSpec
+from hetmesh.records.run_view import read_run
 from hetmesh.report.gantt import save_gantt
-from hetmesh.report.gantt_text import bubble_table, gantt_text, summary_json
-from hetmesh.report.run_folder import read_run
-from hetmesh.report.trace import save_trace, trace
+from hetmesh.report.timeline_text import bubble_table, gantt_text, save_trace, summary_json, trace
 from hetmesh.schedule import zero_bubble
 from hetmesh.simulate import simulate
 
@@ -53,7 +52,7 @@ def test_a_trace_has_an_event_per_span_in_microseconds(timeline, tmp_path):
     assert min(e["dur"] for e in work) == pytest.approx(1000)
     save_trace({"predicted": timeline}, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["displayTimeUnit"] == "ms"
-    with pytest.raises(RecipeError, match="cannot be written"):
+    with pytest.raises(UsageError, match="cannot be written"):
         save_trace({"predicted": timeline}, tmp_path / "none" / "trace.json")
 
 
@@ -63,12 +62,12 @@ def test_pictures_of_two_timelines(timeline, tmp_path, suffix):
     path = tmp_path / f"step.{suffix}"
     save_gantt({"predicted": timeline, "measured": timeline}, path, "a step")
     assert path.stat().st_size > 5000
-    with pytest.raises(RecipeError, match=r"\.png or \.svg"):
+    with pytest.raises(UsageError, match=r"\.png or \.svg"):
         save_gantt({"predicted": timeline}, tmp_path / "step.gif")
 
 
 def test_a_run_folder_is_read_and_what_is_missing_is_named(timeline, tmp_path, capsys):
-    with pytest.raises(RecipeError, match=r"no metrics\.jsonl"):
+    with pytest.raises(UsageError, match=r"no metrics\.jsonl"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 1.25}\n')
     assert main(["report", str(tmp_path)]) == 0
@@ -100,14 +99,14 @@ def test_timelines_that_do_not_hold_together_are_refused(timeline, tmp_path):
     for key, value, message in wrong:
         told = json.dumps({"step": 1, "measured": timeline.as_json() | {key: value}})
         (tmp_path / "timeline.json").write_text(told)
-        with pytest.raises(RecipeError, match=rf"timeline\.json: cannot be read: .*({message})"):
+        with pytest.raises(UsageError, match=rf"timeline\.json: cannot be read: .*({message})"):
             read_run(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["null", "3", "[]", "{"])
 def test_metrics_that_are_no_object_are_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line)
-    with pytest.raises(RecipeError, match=r"metrics\.jsonl: cannot be read"):
+    with pytest.raises(UsageError, match=r"metrics\.jsonl: cannot be read"):
         read_run(tmp_path)
 
 

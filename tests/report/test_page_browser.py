@@ -6,16 +6,15 @@ import subprocess
 
 import pytest
 
-from hetmesh.report.page import run_page
-from hetmesh.report.page_html import as_html
-from hetmesh.report.run_folder import read_run
+from hetmesh.records.run_view import read_run
+from hetmesh.report.page import page_html
 from support.written_runs import write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ASK = (
     "<script>parent.postMessage([innerWidth, document.documentElement.scrollWidth, "
     "getComputedStyle(document.body).backgroundColor, "
-    "[...document.querySelectorAll('svg')].every(e => e.getBoundingClientRect().height > 20)].join(' '), '*')</script>"
+    "[...document.querySelectorAll('img')].every(e => e.getBoundingClientRect().height > 20)].join(' '), '*')</script>"
 )
 FRAME = (  # a window is at least 500 wide, a frame in it as narrow as a phone
     '<!DOCTYPE html><html><head><meta name="color-scheme" content="light dark"></head><body>'
@@ -34,7 +33,7 @@ pytestmark = [
 def page(tmp_path_factory):
     pytest.importorskip("matplotlib")
     folder = write_run(tmp_path_factory.mktemp("run"), "recipes/digits_moe.toml", name="llm" + "_long" * 20)
-    return as_html(run_page(read_run(folder), folder))
+    return page_html(read_run(folder), folder)
 
 
 def opened(text, tmp_path, width, scheme="light"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetmesh.balance import assign, plan_batch
+from hetmesh.balance import assign
 from hetmesh.balance.plan_batch import batch_loads, batch_plan_of, graph_slots
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
@@ -15,9 +15,8 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import explain
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -66,10 +65,10 @@ def test_check_refuses_what_cannot_be(keys, said):
 
 def plan(*keys):
     recipe = load_recipe(RECIPES / "digits.toml", keys)
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    resolved = resolve(recipe)
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, resolved.expander, seed=0)
     samples = [drawn.meta for drawn in loader.batch(0)]
-    return plan_batch(graph, samples, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+    return resolved.plan(samples)
 
 
 @pytest.mark.parametrize("policy", ["none", "auto"])
@@ -108,10 +107,10 @@ def test_a_cap_holds_or_is_an_error_that_names_the_sample():
 
 def test_simulation_and_explanation_take_the_plan_of_the_recipe():
     drawn, even = (load_recipe(RECIPES / "digits.toml", [f"--balance.policy={name}"]) for name in ("none", "auto"))
-    uneven = [explain(recipe).modules[0].imbalance for recipe in (drawn, even)]
+    uneven = [explain(resolve(recipe)).modules[0].imbalance for recipe in (drawn, even)]
     assert uneven[0] > 1.04
     assert uneven[1] < 1.01
-    seconds = [simulate_recipe(recipe, machine="h100").makespan for recipe in (drawn, even)]
+    seconds = [simulate_recipe(resolve(recipe), machine="h100").makespan for recipe in (drawn, even)]
     assert seconds[0] > seconds[1]
 
 
@@ -119,9 +118,10 @@ def test_simulation_and_explanation_take_the_plan_of_the_recipe():
 def test_what_is_balanced_is_what_is_computed(keys):
     """The work of the LLM's microbatches as balancers see it, against what its lanes compute, padding included."""
     recipe = load_recipe(RECIPES / "digits.toml", ["--parallelism.llm.pipeline_parallel_microbatch_size=16", *keys])
-    source, adapters, graph = describe(recipe)
-    balance = recipe_balance(recipe, graph, adapters)
-    metas = Loader(source, 64, make_prepare(recipe, graph, adapters), seed=0).batch(0).metas
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    balance = resolved.balance
+    metas = Loader(resolved.source, 64, resolved.expander, seed=0).batch(0).metas
     loads, slots = batch_loads(graph, metas, balance), graph_slots(graph, 4, balance)
     found = assign(loads, slots, "lpt")
     seen = found.sums(loads.work)[-1] + found.padding_work(loads)
@@ -137,7 +137,7 @@ def test_what_is_balanced_is_what_is_computed(keys):
 
 
 def planned(rank, recipe):
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     return job.plan([drawn.meta for drawn in job.loader.batch(0)]).lanes
 
 

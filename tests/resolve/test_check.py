@@ -20,10 +20,10 @@ from hetmesh.models.adapter import NONE
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.records.checkpoint_folders import COMPLETE
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.held_out import held_out_source
 from hetmesh.resolve.modules import deferred_module
 from hetmesh.resolve.refusals import check_recipe, check_run
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.resolve.summary import count_parameters, summary
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
@@ -97,12 +97,18 @@ def test_placeholders_must_be_the_sources():
         check_recipe(other, placeholders=["image"])
 
 
+def with_adapters(recipe, adapters):
+    """A recipe of which nothing else is resolved; the size of its other modules is not known."""
+    unknown = {name: Adapter({"num_attention_heads": 0}) for name in recipe.modules}
+    return ResolvedRecipe(recipe, None, unknown | adapters, None, {})
+
+
 def test_the_summary_says_what_the_recipe_does():
     recipe = parse_recipe(
         TEXT.replace("tensor_parallel_degree = 3", "pipeline_parallel_microbatch_size = 4"),
         ("--job.description", "three towers", "--training.steps", "7", "--parallelism.vision.ranks", "[0]"),
     )
-    assert list(summary(recipe, {"vision": Adapter(), "llm": Adapter({"num_attention_heads": 0})})) == [
+    assert list(summary(with_adapters(recipe, {"vision": Adapter()}))) == [
         "three towers",
         "5 ranks, 7 steps of 24 samples",
         "each step: 3 lanes of llm x 2 microbatches x 4 samples, schedule sequential",
@@ -125,7 +131,7 @@ def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
     keys = ("--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none")
     shards = ("--parallelism.vision.data_parallel_shard_degree", "1")
     recipe = parse_recipe(TEXT, (*keys, *shards, "--lr_scheduler.warmup_steps", "0"))
-    assert [line for line in summary(recipe, {}) if "torchtitan" in line] == [
+    assert [line for line in summary(with_adapters(recipe, {})) if "torchtitan" in line] == [
         "note: not given, and not torchtitan's default:",
         "  parallelism.llm.enable_sequence_parallel = False (torchtitan: True)",
     ]
@@ -133,7 +139,7 @@ def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
 
 def test_keys_that_are_taken_without_effect_are_told():
     keys = ("--compile.enable", "true", "--compile.components", "model,loss", "--training.gc_freq", "50")
-    lines = list(summary(parse_recipe(TEXT, keys), {}))
+    lines = list(summary(with_adapters(parse_recipe(TEXT, keys), {})))
     assert lines[lines.index("note: taken, but without effect:") + 1 :][:2] == [
         "  training.gc_freq = 50: Python collects garbage when it sees fit",
         "  compile.components: the loss is not compiled",
@@ -219,7 +225,7 @@ def test_they_are_refused_by_every_verb_also_in_a_users_module():
         DIGITS, ("--modules.vision.model", f"{__name__}:BatchNormEncoder", "--modules.vision.config={}")
     )
     with pytest.raises(RecipeError, match=r"modules.vision.model = .*BatchNormEncoder.*\['norm'\] are BatchNorm1d"):
-        describe(recipe)
+        resolve(recipe)
 
 
 class Orthogonal(nn.Module):
@@ -249,11 +255,11 @@ def own_vision(model):
 
 def test_a_module_that_each_rank_builds_whole_is_named_and_one_without_values_refused():
     recipe = own_vision("Orthogonal")
-    lines = [line for line in summary(recipe, describe(recipe)[1]) if "whole" in line]
+    lines = [line for line in summary(resolve(recipe)) if "whole" in line]
     assert len(lines) == 1
     assert lines[0].startswith("note: each rank of vision builds it whole: its constructor computes with its weights (")
     with pytest.raises(RecipeError, match=r"modules.vision: parameter scale: nothing initialises it"):
-        describe(own_vision("Forgetful"))
+        resolve(own_vision("Forgetful"))
 
 
 class Unbuildable(Adapter):
@@ -281,8 +287,8 @@ def test_attention_dropout_is_refused_where_attention_is_hetmeshs_own(overrides,
     dropout = ("--modules.llm.config.attention_dropout", "0.1")
     says = f"modules.llm.config.attention_dropout = 0.1: hetmesh's own attention, which {key} needs, drops nothing"
     with pytest.raises(RecipeError, match=re.escape(says)):
-        describe(load_recipe(DIGITS, (*overrides, *dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
-    describe(load_recipe(DIGITS, (*dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
+        resolve(load_recipe(DIGITS, (*overrides, *dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
+    resolve(load_recipe(DIGITS, (*dropout, "--parallelism.llm.tensor_parallel_degree", "1")))
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,7 @@ def test_what_only_a_worker_would_find_is_refused_before_one_starts(override, me
     tied = ("--modules.llm.config.tie_word_embeddings", "true")
     recipe = load_recipe(DIGITS, (f"--{override}", "--compile.enable", "true", *tied))
     with pytest.raises(RecipeError) as caught:
-        describe(recipe)
+        resolve(recipe)
     assert message in str(caught.value)
 
 
@@ -318,7 +324,7 @@ def test_what_a_run_needs_beside_its_modules_is_checked_all_at_once(tmp_path):
     with pytest.raises(RecipeError) as caught:
         checked(recipe)
     assert sorted(line.partition(" ")[0].rstrip(":") for line in str(caught.value).split("\n")) == sorted(wrong)
-    describe(recipe)  # `hetmesh profile` is what writes the profile
+    resolve(recipe)  # `hetmesh profile` is what writes the profile
 
 
 def test_weights_to_start_from_must_be_there(tmp_path):
@@ -351,8 +357,8 @@ class FirstBroken(DigitsSource):
 def test_a_first_sample_that_cannot_be_read_ends_a_run_only_if_the_recipe_says_so():
     keys = ("--data.source", f"{__name__}:FirstBroken")
     with pytest.raises(SampleError, match="digits/train/0': its header is broken"):
-        describe(load_recipe(DIGITS, keys))
-    describe(load_recipe(DIGITS, (*keys, "--data.on_bad_sample", "skip")))
+        resolve(load_recipe(DIGITS, keys))
+    resolve(load_recipe(DIGITS, (*keys, "--data.on_bad_sample", "skip")))
 
 
 FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=false", "--modules.llm.trainable=false")
@@ -389,7 +395,7 @@ FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=fal
 )
 def test_keys_that_train_nothing_are_refused(overrides, said):
     with pytest.raises(RecipeError) as caught:
-        describe(load_recipe(DIGITS, overrides))
+        resolve(load_recipe(DIGITS, overrides))
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
@@ -418,7 +424,7 @@ def test_more_held_out_samples_than_there_are_are_refused():
 def test_dropout_that_depends_on_the_layout_is_told():
     def told(*overrides):
         recipe = load_recipe(DIGITS, overrides)
-        return [line for line in summary(recipe, describe(recipe)[1]) if "dropout" in line]
+        return [line for line in summary(resolve(recipe)) if "dropout" in line]
 
     assert told() == []
     (line,) = told("--modules.vision.config.attention_dropout=0.1", "--modules.llm.lora.dropout=0.1")

@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.models.weights.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, reference, run
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
@@ -69,7 +69,7 @@ def cost_of_training(rank, recipe, folder):
     """Bytes of gradients and optimizer state per module after one step, and the activations that were kept."""
     world = World.current()
     recipe = recipe.model_copy(update={"job": recipe.job.model_copy(update={"dump_folder": folder})})
-    trainer = Trainer(recipe, world)
+    trainer = Trainer(resolve(recipe), world)
     trainer.train_step()
     trainer.reporter.close()
     parameters = {
@@ -98,7 +98,7 @@ def test_what_is_frozen_has_no_gradient_and_no_optimizer_state(pool4, tmp_path):
 
 def kept_activations(rank, recipe):
     """Bytes that autograd keeps of one forward of the encoder."""
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     kept = []
     if Stage("vision") in job.runtime.modules:
         adapted = job.runtime.modules[Stage("vision")]
@@ -125,13 +125,13 @@ def save_then_load(rank, folder, second):
     """Train two steps, save; start another recipe from it; return its weights and the saved ones."""
     world = World.current()
     first = recipe_of("digits", f"--job.dump_folder={folder}")
-    trainer = Trainer(first, world)
+    trainer = Trainer(resolve(first), world)
     trainer.train_step()
     trainer.train_step()
     trainer.save()
     trainer.reporter.close()
     saved = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in trainer.job.root.state_dict().items()}
-    job = Job.assemble(second, world)
+    job = Job.assemble(resolve(second), world)
     before = {k: v.clone() for k, v in job.root.state_dict().items()}
     load_initial_weights(
         world, job.root, Path(folder) / "checkpoint" / "step-2", second.checkpoint.exclude_from_loading
@@ -154,7 +154,7 @@ def test_a_run_starts_from_the_weights_of_another(pool4, tmp_path):
 
 
 def refused(rank, folder, exclude, overrides):
-    job = Job.assemble(recipe_of("digits", *overrides), World.current())
+    job = Job.assemble(resolve(recipe_of("digits", *overrides)), World.current())
     with pytest.raises(RecipeError) as caught:
         load_initial_weights(World.current(), job.root, Path(folder), exclude)
     return str(caught.value)
@@ -173,7 +173,8 @@ def test_weights_that_do_not_fit_are_named(pool4, tmp_path):
 
 
 def test_gradients_stop_where_nothing_upstream_is_trainable():
-    _, _, stages = describe(recipe_of("digits", "--modules.vision.trainable=false"))
+    resolved = resolve(recipe_of("digits", "--modules.vision.trainable=false"))
+    stages = resolved.graph
     assert not stages.backward_reaches("vision")
     assert stages.backward_reaches("projector")
     assert Stage("vision").index == 0

@@ -13,7 +13,7 @@ from hetmesh.cli import main
 from hetmesh.data.continued import answer_start
 from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 from support.tiny_directory import WORDS, save_directory
 
@@ -47,7 +47,8 @@ steps = 2
 
 @pytest.mark.slow
 def test_a_directory_and_a_folder_of_images_train(recipe, capsys):
-    source, _, _ = describe(load_recipe(recipe))
+    resolved = resolve(load_recipe(recipe))
+    source = resolved.source
     assert source.placeholders == {"image": tiny_vlms.IMAGE}
     meta = source.meta(2)  # two images of other sizes, each with the tokens that the template puts around it
     words = [WORDS[i] for i in source.load(2).tokens.tolist()]
@@ -65,7 +66,8 @@ def test_a_run_of_a_directory_is_asked_and_exported(recipe, capsys):
     from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
 
     folder = recipe.parent
-    source, _, _ = describe(load_recipe(recipe))
+    resolved = resolve(load_recipe(recipe))
+    source = resolved.source
     image = ("image", folder / "1.png")
     meta, asked = source.prompt("what is this", [image])
     like, start = source.load(1), answer_start(source.meta(1))

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.balance import largest_batches, plan_batch
-from hetmesh.boundary.groups import ends_are_tied, groups_of_ranks, job_groups
+from hetmesh.balance import largest_batches
+from hetmesh.boundary.groups import ends_are_tied, groups_of_ranks, job_communicators, job_groups
 from hetmesh.cli import main
 from hetmesh.cost import StaticMemory, load_machine
 from hetmesh.cost.static_memory import update_bytes
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.memory_fit import communicators, memory_fit, step_memory
+from hetmesh.resolve.predictions import memory_fit, step_memory
 from hetmesh.resolve.recipe_step_model import agreed_step_model
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import MemoryFit, RankMemory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -24,11 +22,9 @@ H100 = load_machine("h100")
 
 
 def facts(name, *overrides):
-    """A recipe, and what is asked of it."""
-    recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
-    source, adapters, graph = describe(recipe)
-    loader = make_loader(recipe, source, graph, adapters)
-    return recipe, graph, adapters, loader, agreed_step_model(recipe, graph, adapters, "h100")
+    """A recipe, and what predicts its steps."""
+    resolved = resolve(load_recipe(RECIPES / f"{name}.toml", overrides))
+    return resolved, agreed_step_model(resolved.recipe, resolved.graph, resolved.shapes, "h100")
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +33,20 @@ def large():
 
 
 def test_u20_the_predicted_peak_bounds_every_batch_of_the_run(large):
-    recipe, graph, adapters, loader, model = large
+    resolved, model = large
     fit = memory_fit(*large)
     assert (fit.samples, fit.drawn) == (20 * 64, 20 * 64)
     assert set(fit.ranks) == set(range(8))
-    schedules, balance = StepSchedules(recipe, graph, adapters), recipe_balance(recipe, graph, adapters)
+    loader = resolved.loader()
     for step in range(0, 20, 5):
-        plan = plan_batch(graph, loader.batch(step).metas, recipe.batch.microbatch_size, balance)
-        for rank, memory in step_memory(recipe, model, plan, schedules).items():
+        for rank, memory in step_memory(resolved, model, resolved.plan(loader.batch(step).metas)).items():
             assert memory.total <= fit.ranks[rank].total
     assert fit == memory_fit(*large)
 
 
 def test_u20_what_fills_the_fullest_rank_adds_up(large):
-    recipe, graph, _, _, model = large
+    resolved, model = large
+    graph = resolved.graph
     fit = memory_fit(*large)
     memory = fit.ranks[fit.fullest]
     held = model.held[fit.fullest]
@@ -59,7 +55,9 @@ def test_u20_what_fills_the_fullest_rank_adds_up(large):
     assert memory.optimizer == held.optimizer
     assert memory.context == H100.context_bytes
     groups = groups_of_ranks(job_groups(graph, 8, lambda spec: ends_are_tied(spec, model.shape(spec.name))))
-    assert communicators(recipe, model)[fit.fullest] == groups[fit.fullest] + 1  # and torch's default one
+    assert (
+        job_communicators(graph, 8, lambda spec: model.shape(spec.name))[fit.fullest] == groups[fit.fullest] + 1
+    )  # and torch's default one
     assert memory.communicators == (groups[fit.fullest] + 1) * H100.communicator_bytes
     assert memory.total == memory.tensors + memory.communicators + memory.context == fit.peak_bytes
     assert fit.spare_bytes == H100.memory_bytes - fit.peak_bytes
@@ -75,11 +73,9 @@ def test_u20_recomputation_is_per_module_and_covers_the_vision_tower():
     held = {}
     for name, (mode, own) in layouts.items():
         keys = ["--activation_checkpoint.mode", mode, "--modules.vision.activation_checkpoint", own]
-        recipe, graph, adapters, loader, model = facts("siglip_qwen3_8b", "--training.steps", "1", *keys)
-        plan = plan_batch(
-            graph, loader.batch(0).metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters)
-        )
-        costs = model.costs(plan, StepSchedules(recipe, graph, adapters).of(plan))
+        resolved, model = facts("siglip_qwen3_8b", "--training.steps", "1", *keys)
+        plan = resolved.plan(resolved.loader().batch(0).metas)
+        costs = model.costs(plan, resolved.schedules.of(plan))
         held[name] = {stage.module: cost.activation_bytes for (stage, _), cost in costs.stages.items()}
     assert 5 * held["vision"]["vision"] < held["none"]["vision"]
     assert held["vision"]["llm"] == held["none"]["llm"] > 3 * held["both"]["llm"]
@@ -101,7 +97,7 @@ def test_u20_explain_says_by_how_much_a_recipe_fits_or_not(tmp_path, capsys):
     assert " of 10 MB on the fullest rank, " in out
     assert "too much\n  rank " in out
     assert "activations " in out
-    view = explain(load_recipe(path))
+    view = explain(resolve(load_recipe(path)))
     assert view.fit is not None
     assert view.fit.fits is None
     assert "the memory of machine cpu is not known" in as_text(view)
@@ -120,7 +116,8 @@ def test_u20_plan_says_it_of_every_layout(capsys):
 
 
 def test_the_largest_batch_is_of_the_largest_samples(large):
-    _, graph, _, loader, _ = large
+    resolved, _ = large
+    graph, loader = resolved.graph, resolved.loader()
     samples = loader.drawn([i for step in range(4) for i in loader.indices(step)]).metas
     most = sorted(samples.tokens.tolist())[-64:]
     batches = largest_batches(graph, samples, 64)

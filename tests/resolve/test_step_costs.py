@@ -12,9 +12,8 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, Edge, ModuleGraph, Stage, stage_graph
 from hetmesh.layout import MeshSpec, plan_transfer
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.resolved import resolve
 from hetmesh.schedule import POLICIES
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -24,15 +23,16 @@ OPTIONS = ("--parallelism.pipeline_parallel_microbatch_size", "16")
 
 def setup(name, *overrides, splits=None):
     recipe = load_recipe(RECIPES / name, (*OPTIONS, *overrides))
-    source, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    graph = resolved.graph
     if splits:
         modules = tuple(replace(m, **splits.get(m.name, {})) for m in graph.modules)
         graph = ModuleGraph(modules, graph.boundaries)
-    prepare = make_prepare(recipe, graph, adapters)
-    drawn = Loader(source, recipe.batch.global_batch_size, prepare, seed=0).batch(0)
+    prepare = resolved.expander
+    drawn = Loader(resolved.source, recipe.batch.global_batch_size, prepare, seed=0).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     schedule = POLICIES["sequential"](stage_graph(graph), plan.num_microbatches, True)
-    return recipe, plan, schedule, {"graph": graph, "adapters": adapters}
+    return recipe, plan, schedule, {"graph": graph, "shapes": resolved.shapes}
 
 
 def costs_of(name, *overrides, splits=None, **kwargs):
@@ -113,8 +113,7 @@ def test_fitted_seconds_take_the_place_of_analytic_ones():
     recipe, plan, schedule, rest = setup("digits.toml")
     parts = dict.fromkeys(("forward", "backward_input", "backward_weight"), Coefficients(1.0))
     parts["backward"] = Coefficients(2.0)
-    shapes = module_shapes(recipe, rest["adapters"])
-    layers = {layer_kind(layer): parts for shape in shapes.values() for layer in shape.layers}
+    layers = {layer_kind(layer): parts for shape in rest["shapes"].values() for layer in shape.layers}
     profile = Profile(layers, HeldOut())
     machine = replace(MACHINE, node_bandwidth=0.0)
     costs = recipe_step_model(recipe, machine=machine, profile=profile, **rest).costs(plan, schedule)

@@ -9,6 +9,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.parallel import local_gradient
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.step import StepRunner
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
@@ -65,7 +66,7 @@ def delayed_steps(rank, recipe, runs):
     """Gradients of a step without delays, and whether those of `runs` steps with random delays are the same bits."""
     torch.manual_seed(0)
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
     schedule, execute = job.schedule(plan), StepRunner.execute
@@ -105,7 +106,7 @@ def test_random_delays_never_deadlock_and_never_change_gradients(pool4, case):
 
 def sent_and_kept(rank, recipe):
     """Forward transfers that this rank sent, and those of them whose messages it still holds when the step ends."""
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
     schedule, drain = job.schedule(plan), StepRunner.drain

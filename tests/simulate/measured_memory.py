@@ -11,6 +11,7 @@ from hetmesh.boundary import World
 from hetmesh.data.source import Sample
 from hetmesh.graph import SampleMeta
 from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import LiveBytes
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.trainer import Trainer
@@ -131,7 +132,7 @@ def measured(rank: int, given: Recipe) -> tuple[int, int, list[tuple[str, int]]]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, LiveBytes() as live:
         job = given.job.model_copy(update={"dump_folder": folder})
-        trainer = Trainer(given.model_copy(update={"job": job}), World.current())
+        trainer = Trainer(resolve(given.model_copy(update={"job": job})), World.current())
         try:
             for _ in range(STEP):
                 trainer.train_step()

@@ -3,11 +3,9 @@
 import pytest
 from measured_memory import ADAPTERS, ALONE, PIPELINE, STEP, both, measured, recipe
 
-from hetmesh.balance import plan_batch
 from hetmesh.cost import load_machine
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
 
@@ -59,11 +57,12 @@ TOO_MUCH = {"an uneven split in gaps": 1.2}
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=exhaustive) for name in MORE)])
 def test_peak_memory_is_predicted_within_a_tenth(pool, name):
     given = {**CASES, **MORE}[name]
-    source, adapters, graph = describe(given)
-    drawn = make_loader(given, source, graph, adapters).batch(STEP)
-    plan = plan_batch(graph, drawn.metas, given.batch.microbatch_size, recipe_balance(given, graph, adapters))
+    resolved = resolve(given)
+    graph = resolved.graph
+    drawn = resolved.loader().batch(STEP)
+    plan = resolved.plan(drawn.metas)
     schedule = recipe_schedule(given, graph, plan.routes)
-    costs = recipe_step_model(given, graph, adapters, machine=load_machine("h100")).costs(plan, schedule)
+    costs = recipe_step_model(given, graph, resolved.shapes, machine=load_machine("h100")).costs(plan, schedule)
     timeline = simulate(schedule, costs)
     for rank, (after, peak, spans) in enumerate(pool(2).run(measured, given, timeout=120)):
         assert after == pytest.approx(costs.static_bytes[rank], rel=0.01), "parameters, gradients, optimizer state"

@@ -12,7 +12,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, Edge, ModuleGraph, ModuleSpec, Route, Routes, SampleMeta, Stage, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.report.trace import trace
+from hetmesh.report.timeline_text import trace
 from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
@@ -34,10 +34,10 @@ def fed(pairs, vision, llm):
 @pytest.mark.parametrize("name", ["digits_cp_pp.toml", "digits_overlapping.toml"])
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_of_every_route_are_those_of_its_plan(name, seed):
-    recipe, adapters, graph, plan, _ = setup(name)
+    recipe, shapes, graph, plan, _ = setup(name)
     plan = RandomAssignment(seed)(graph, plan.samples, 1)
     schedule = recipe_schedule(recipe, graph, plan.routes)
-    costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
+    costs = recipe_step_model(recipe, graph, shapes, machine=MACHINE).costs(plan, schedule)
     rows = assert_bytes_are_those_of_plans(costs, plan, schedule)
     boundaries = [edge for edge in schedule.stages.edges if not edge.internal]
     moved = {edge: rows[edge] for edge in boundaries}

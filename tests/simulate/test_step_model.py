@@ -16,9 +16,8 @@ from hetmesh.layout import plan_transfer
 from hetmesh.layout.intervals import extent
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.explain import explain
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.module_shapes import module_shapes
 from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import LayerCosts, StepModel, rank_work
 from hetmesh.simulate.layer_costs import PARTS, How
@@ -30,15 +29,16 @@ LLM = Stage("llm")
 
 def setup(name, *overrides):
     recipe = load_recipe(RECIPES / name, overrides)
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, resolved.expander, seed=0)
     plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
-    return recipe, adapters, graph, plan, recipe_schedule(recipe, graph, plan.routes)
+    return recipe, resolved.shapes, graph, plan, recipe_schedule(recipe, graph, plan.routes)
 
 
 def costs_of(name, *overrides, machine=MACHINE):
-    recipe, adapters, graph, plan, schedule = setup(name, *overrides)
-    return recipe_step_model(recipe, graph, adapters, machine=machine).costs(plan, schedule)
+    recipe, shapes, graph, plan, schedule = setup(name, *overrides)
+    return recipe_step_model(recipe, graph, shapes, machine=machine).costs(plan, schedule)
 
 
 def test_packed_lanes_compute_their_tokens_and_padded_ones_the_longest():
@@ -109,9 +109,9 @@ def test_fetches_hide_behind_attention():
 def test_a_rank_in_front_of_replicas_sends_to_each_of_them():
     tables = ("--parallelism.vision.data_parallel_replicate_degree", "1", "--parallelism.vision.ranks", "[0]")
     tables += ("--parallelism.llm.tensor_parallel_degree", "2", "--parallelism.llm.ranks", "2-3")
-    recipe, adapters, graph, plan, schedule = setup("digits.toml", *tables)
+    recipe, shapes, graph, plan, schedule = setup("digits.toml", *tables)
     machine = replace(MACHINE, node_bandwidth=1e6, node_latency=0.0)
-    costs = recipe_step_model(recipe, graph, adapters, machine=machine).costs(plan, schedule)
+    costs = recipe_step_model(recipe, graph, shapes, machine=machine).costs(plan, schedule)
     edge = next(e for e in schedule.stages.edges if plan.graph[e.source.module].mesh.size == 1 and not e.internal)
     shape, src, dst = edge_layouts(plan, edge, 0)
     (step,) = plan_transfer(shape, src, dst).steps
@@ -139,23 +139,23 @@ def assert_bytes_are_those_of_plans(costs, plan, schedule):
     "name", ["digits_cp_pp.toml", "digits_overlapping.toml", "digits_fsdp.toml", "digits_long.toml"]
 )
 def test_bytes_of_transfers_are_those_of_their_plans(name):
-    recipe, adapters, graph, plan, schedule = setup(name)
-    costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
+    recipe, shapes, graph, plan, schedule = setup(name)
+    costs = recipe_step_model(recipe, graph, shapes, machine=MACHINE).costs(plan, schedule)
     assert_bytes_are_those_of_plans(costs, plan, schedule)
 
 
 def test_explain_and_simulation_know_one_memory():
-    recipe, adapters, graph, plan, schedule = setup("digits_cp_pp.toml")
-    costs = recipe_step_model(recipe, graph, adapters, machine=MACHINE).costs(plan, schedule)
-    view = explain(recipe)
+    recipe, shapes, graph, plan, schedule = setup("digits_cp_pp.toml")
+    costs = recipe_step_model(recipe, graph, shapes, machine=MACHINE).costs(plan, schedule)
+    view = explain(resolve(recipe))
     assert {rank: view.memory(rank) for rank in graph.ranks} == dict(costs.static_bytes)
 
 
 def test_coefficients_are_what_layers_cost():
-    recipe, adapters, *_ = setup("digits.toml")
+    _, shapes, *_ = setup("digits.toml")
     machine = load_machine("h100")
     known, work = LayerCosts(machine), Work(700, 90_000, 33)
-    for layer in module_shapes(recipe, adapters)["llm"].layers:
+    for layer in shapes["llm"].layers:
         for upstream, again in ((False, False), (True, False), (True, True)):
             how = How("float32", 4, upstream, again, (0, 1))
             made = dict(zip(PARTS, (1, work.rows, work.pairs, work.targets) @ known.of(layer, how), strict=True))
@@ -167,12 +167,12 @@ def test_coefficients_are_what_layers_cost():
 
 
 def test_tokens_travel_between_ranks_with_different_experts():
-    recipe, adapters, _, plan, _ = setup("digits_moe.toml")
+    _, shapes, _, plan, _ = setup("digits_moe.toml")
     spread_costs = costs_of("digits_moe.toml")
     alone_costs = costs_of("digits_moe.toml", "--parallelism.llm.expert_parallel_degree", "1")
     alone, spread = (costs.stages[LLM, 0] for costs in (alone_costs, spread_costs))
     assert alone.collectives_forward == 0
-    blocks = [layer for layer in module_shapes(recipe, adapters)["llm"].layers if layer.expert_weights]
+    blocks = [layer for layer in shapes["llm"].layers if layer.expert_weights]
     assert len(blocks) == 3
     rows = max(rank.work.rows for rank in rank_work(plan, "llm", 0))
     each = exchange_time(blocks[0], Work(rows), (2, 3), MACHINE, itemsize=4, upstream=True)
@@ -182,7 +182,6 @@ def test_tokens_travel_between_ranks_with_different_experts():
 
 
 def test_a_profile_of_another_dtype_is_refused():
-    recipe, adapters, graph, *_ = setup("digits.toml")
-    shapes = module_shapes(recipe, adapters)
+    _, shapes, graph, *_ = setup("digits.toml")
     with pytest.raises(HetmeshError, match=r"measured in bfloat16, and 'llm' computes in float32"):
         StepModel(graph, shapes, MACHINE, profile=Profile({}, dtype="bfloat16"))

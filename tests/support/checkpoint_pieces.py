@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint import frozen_tensors as frozen
-from hetmesh.checkpoint import saving
+from hetmesh.checkpoint import checkpointer, writing
 from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.training.optimizers import make_optimizers
@@ -82,10 +81,10 @@ class Gate:
         self.open = threading.Event()
 
     def __enter__(self):
-        self.write = saving.write_file
-        saving.write_file = frozen.write_file = lambda *args: (self.open.wait(60), self.write(*args))[1]
+        self.write = checkpointer.write_file
+        checkpointer.write_file = writing.write_file = lambda *args: (self.open.wait(60), self.write(*args))[1]
         return self
 
     def __exit__(self, *_):
-        saving.write_file = frozen.write_file = self.write
+        checkpointer.write_file = writing.write_file = self.write
         self.open.set()

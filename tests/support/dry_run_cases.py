@@ -12,10 +12,9 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.cli import main
-from hetmesh.dryrun.dry_run import dry_run
-from hetmesh.dryrun.dry_run_values import DryRun, DryRuns
-from hetmesh.dryrun.dry_runs import dry_runs
+from hetmesh.dryrun.dry_run import DryRun, DryRuns, dry_run, dry_runs
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 
@@ -26,7 +25,7 @@ def dry(name: str, rank: int, *overrides: str) -> tuple[DryRun, int]:
 
     torch.set_num_threads(1)
     _block_masks.clear()
-    run = dry_run(load_recipe(FOLDER / f"{name}.toml", overrides), rank)
+    run = dry_run(resolve(load_recipe(FOLDER / f"{name}.toml", overrides)), rank)
     return run, sum(map(len, _block_masks.values())) * 2**20
 
 
@@ -57,7 +56,7 @@ def left_behind() -> dict[str, object]:
     import torch.distributed.tensor._random
 
     before = state()
-    dry_run(load_recipe(FOLDER / "digits_fsdp.toml"), 0)
+    dry_run(resolve(load_recipe(FOLDER / "digits_fsdp.toml")), 0)
     return {key: (before[key], value) for key, value in state().items() if before[key] != value}
 
 

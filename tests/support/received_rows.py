@@ -7,6 +7,7 @@ import math
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import run
 from hetmesh.training.job import Job
@@ -18,7 +19,7 @@ def received_rows(rank: int, recipe: Recipe) -> tuple[int, int, int]:
     world = World.current()
     world.log.clear()
     run(recipe, world, steps=1)
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     plan = job.plan([d.meta for d in next(job.loader)])
     boundary = job.graph.inputs("llm")[0]
     layouts = [boundary_layouts(plan, boundary, m) for m in range(plan.num_microbatches)]

@@ -27,7 +27,8 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
 from hetmesh.records.dump_folder import TIMELINE_FILE as TIMELINE
 from hetmesh.records.metrics import StepMetrics
-from hetmesh.resolve.held_out import held_out_source
+from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
@@ -65,7 +66,7 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         return metrics.step == stop
 
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = Trainer(recipe, World.current(), on_step=keep, export=lambda *_: [])
+        trainer = Trainer(resolve(recipe), World.current(), on_step=keep, export=lambda *_: [])
         job, first = trainer.job, trainer.step
         with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
             trainer.run()
@@ -193,7 +194,7 @@ def evaluate_alone(recipe: Recipe, path: Path) -> tuple[float, Tensor, Tensor]:
     assert source is not None
     count = min(len(source), recipe.validation.samples or len(source))
     losses, right, guesses = 0.0, [], []
-    with exact_dtypes(*model.modules.values(), every_cast=is_split(model.adapters)):
+    with exact_dtypes(*model.modules.values(), every_cast=is_split(model.resolved.adapters)):
         for index in range(count):
             logits = model.logits(_Only(source, index))
             (start, stop), *_ = source.meta(index).targets

@@ -8,8 +8,7 @@ from hetmesh.cost import StageCost, StepCosts
 from hetmesh.graph import Activation, ModuleGraph, ModuleSpec, stage_graph
 from hetmesh.layout import MeshSpec
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.records.metrics import StepMetrics
-from hetmesh.records.step_values import Measured, StepCost, StepLoad
+from hetmesh.records.metrics import Measured, StepCost, StepLoad, StepMetrics
 from hetmesh.schedule import zero_bubble
 from hetmesh.simulate import simulate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -24,7 +24,8 @@ def test_ten_plans_of_one_batch(plans):
     for plan in plans.PLANS:
         assert plan.microbatch not in plan.fitted
         recipe = plan.recipe(width=16, layers=4, samples=16)
-        _, _, graph = describe(recipe)
+        resolved = resolve(recipe)
+        graph = resolved.graph
         assert recipe.world_size == 2
         assert recipe.batch.global_batch_size == 16
         assert (graph["llm"].options.activation_checkpoint == "full") == plan.recomputed

@@ -10,7 +10,7 @@ import pytest
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 from support.can_do import LLM, YES
 
@@ -54,7 +54,7 @@ def cells(families):
 def accepted(path, column, modules):
     tables = "\n".join(TRIED[column].format(module=module) for module in modules)
     try:
-        describe(parse_recipe(tiny_vlms.recipe_text(path, tables)))
+        resolve(parse_recipe(tiny_vlms.recipe_text(path, tables)))
     except RecipeError:
         return False
     return True

@@ -19,8 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from PIL import Image
 
-from hetmesh.checkpoint.dcp_reader import unpacked
-from hetmesh.checkpoint.reading import Planner
+from hetmesh.checkpoint.reading import Planner, unpacked
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data import template_bounds
 from hetmesh.data.digit_files import read_digit
@@ -192,7 +191,7 @@ def test_nothing_foreign_is_unpickled():
         if plain.search(line)
     }
     process = "src/hetmesh/verify/self_check_process.py"
-    line = r'print(*compare(pickle.load(sys.stdin.buffer)), sep="\n", file=findings)'
+    line = r'print(*compare(resolve(pickle.load(sys.stdin.buffer))), sep="\n", file=findings)'
     assert found == {f"{process}: {line}"}  # our own recipe, by a pipe
 
 

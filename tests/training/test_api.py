@@ -11,6 +11,7 @@ import hetmesh
 from hetmesh.boundary import World
 from hetmesh.errors import BoundaryError, LaunchError, LossError, NonFiniteError, RecipeError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import Outcome, compare
 from hetmesh.training.trainer import Trainer
 
@@ -40,7 +41,7 @@ def summed(logits, batch):
 
 def both(rank, given):
     """The outcome of the recipe's own run, and that of a loop around a job with an optimizer of torch."""
-    trainer = Trainer(given, World.current())
+    trainer = Trainer(resolve(given), World.current())
     trainer.reporter.close()
     taken = [trainer.train_step() for _ in range(STEPS)]
     whole = outcome([m.loss for m in taken], trainer.job)

@@ -6,6 +6,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import LiveBytes
 from hetmesh.testing.parity import reference, run_as
 from hetmesh.training.job import Job
@@ -73,7 +74,7 @@ LARGE = MODEL.replace("hidden_size = 10", "hidden_size = 512").replace(
 def peak_over_shard(rank, recipe):
     """Peak while the modules of this rank are built, over what they keep."""
     with LiveBytes() as live:
-        job = Job.assemble(recipe, World.current())
+        job = Job.assemble(resolve(recipe), World.current())
         kept = sum(local_part(t).nbytes for t in (*job.root.parameters(), *job.root.buffers()))
         return live.peak / kept, kept
 

@@ -11,6 +11,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.errors import ReplicaError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
@@ -95,7 +96,7 @@ def test_layouts_of_one_lane_equal_one_process(pool, layout, keys):
 
 def drifted(rank, recipe, name, by):
     """What `check_replicas` says on each rank when one of them has changed a parameter."""
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     job.check_replicas(0)
     if rank == 1:
         parameter = dict(job.root.named_parameters())[name]
@@ -124,7 +125,7 @@ def test_replicas_that_differ_are_named_with_module_ranks_and_step(pool, name):
 
 def trained(rank, recipe):
     """What the trainer says on each rank, of which one has changed a parameter before the first of two steps."""
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     if rank == 1:
         with torch.no_grad():
             dict(trainer.job.root.named_parameters())["llm.model.norm.weight"][0] += 1.0

@@ -11,8 +11,8 @@ from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import Evaluation, evaluate, show
@@ -40,10 +40,11 @@ def held_out():
 
 def one_by_one(recipe):
     """The truth: each sample alone through plain modules. Mean loss, right, predicted tokens."""
-    _, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    adapters, graph = resolved.adapters, resolved.graph
     modules = {name: loaded_module(recipe, adapters[name], name).eval() for name in graph.order}
     source = held_out()
-    loader = Loader(source, 1, make_prepare(recipe, graph, adapters), shuffle=False)
+    loader = Loader(source, 1, resolved.expander, shuffle=False)
     losses, right, predicted = [], [], []
     with torch.no_grad(), exact_dtypes(*modules.values()):
         for i in range(SAMPLES):
@@ -66,7 +67,7 @@ def one_by_one(recipe):
 
 def on_this_rank(rank, recipe, limits):
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     with exact_dtypes(job.root):
         found = [evaluate(job, held_out(), limit) for limit in limits]
     return [(e.loss, e.right.tolist(), e.predicted.tolist()) for e in found]
@@ -87,7 +88,7 @@ def test_it_finds_on_any_layout_what_plain_modules_give_sample_by_sample(pool4, 
 @pytest.fixture
 def job():
     world = init()
-    yield lambda recipe: Job.assemble(recipe, world)
+    yield lambda recipe: Job.assemble(resolve(recipe), world)
     world.close()
 
 

@@ -26,7 +26,7 @@ from hetmesh.models import pretrained_of
 from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, reference, run_as
 from hetmesh.testing.whole_reference import whole_reference
 from hetmesh.training.evaluate import evaluate
@@ -91,7 +91,7 @@ def load_and_save(rank: int, given: Recipe, kind: Any) -> tuple[Counter[str], in
     """
     counts, opened = Counter[str](), safetensors.safe_open
     with patch.object(safetensors, "safe_open", lambda file, *how: CountedReads(opened(file, *how), counts)):
-        trainer = Trainer(given, World.current(), export=export_last)
+        trainer = Trainer(resolve(given), World.current(), export=export_last)
     trainer.reporter.close()
     theirs = kind.from_pretrained(given.modules["llm"].initial_load_path).state_dict()
     held, wrong = 0, []
@@ -119,7 +119,7 @@ def check_reads(ranks: Any, layout: str) -> None:
 
 def trained(rank: int, given: Recipe) -> float:
     """The run and its checkpoint; the loss of an evaluation on the first eight samples behind it."""
-    trainer = Trainer(given, World.current(), export=export_last)
+    trainer = Trainer(resolve(given), World.current(), export=export_last)
     trainer.reporter.close()
     for _ in range(given.training.steps):
         trainer.train_step()
@@ -130,10 +130,10 @@ def trained(rank: int, given: Recipe) -> float:
 
 def first_eight(given: Recipe) -> tuple[Any, Any, Any]:
     """Adapters, samples and their metadata."""
-    source, adapters, graph = describe(given)
-    loader = Loader(source, 8, make_prepare(given, graph, adapters), shuffle=False)
+    resolved = resolve(given)
+    loader = Loader(resolved.source, 8, resolved.expander, shuffle=False)
     drawn = loader.batch(0)
-    return adapters, loader.load(drawn), [each.meta for each in drawn]
+    return resolved.adapters, loader.load(drawn), [each.meta for each in drawn]
 
 
 def loss_of(found: torch.Tensor, samples: Any, metas: Any) -> float:
@@ -320,14 +320,14 @@ def test_adapters_beside_experts_leave_the_experts_as_they_were(pool4, tmp_path)
 def test_what_a_multimodal_directory_cannot_do_is_refused(tmp_path, more, changes, says):
     path = tiny_vlms.save("qwen3_vl_moe", tmp_path)
     with pytest.raises(RecipeError, match=says):
-        describe(multimodal(path, tmp_path / "run", EP, more, *changes))
+        resolve(multimodal(path, tmp_path / "run", EP, more, *changes))
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_experts", 8), ("head_dim", 4), ("moe_intermediate_size", 24)])
 def test_sizes_of_a_directory_cannot_be_others(tmp_path, key, value):
     path = save_moe(tmp_path / "moe")
     with pytest.raises(RecipeError, match=rf"modules\.llm\.config\.{key} = {value}, but .* says .* in its config.json"):
-        describe(beside_a_tower(path, tmp_path / "run", "0", f"[modules.llm.config]\n{key} = {value}"))
+        resolve(beside_a_tower(path, tmp_path / "run", "0", f"[modules.llm.config]\n{key} = {value}"))
 
 
 def test_the_balance_of_a_directory_is_that_of_transformers(tmp_path):
@@ -336,7 +336,7 @@ def test_the_balance_of_a_directory_is_that_of_transformers(tmp_path):
     more = "[modules.llm.config]\nrouter_aux_loss_coef = 0.25"
 
     def balance(table):
-        return describe(beside_a_tower(path, tmp_path / "run", "0", table))[1]["llm"].abilities.experts.balance
+        return resolve(beside_a_tower(path, tmp_path / "run", "0", table)).adapters["llm"].abilities.experts.balance
 
     assert (balance(""), balance(more)) == (0.0, 0.25)
     file.write_text(file.read_text().replace('"output_router_logits": false', '"output_router_logits": true'))

@@ -13,7 +13,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.parallel.experts import ExpertBlock
 from hetmesh.parallel.experts import placement as moves
 from hetmesh.records.metrics import StepMetrics, flat
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training import expert_placement
 from hetmesh.training.expert_placement import Moved
@@ -186,7 +186,7 @@ def test_what_is_told_of_a_move():
 )
 def test_moves_of_nothing_are_refused(tables, says):
     with pytest.raises(RecipeError, match=says):
-        describe(recipe(*tables))
+        resolve(recipe(*tables))
 
 
 def test_a_loop_of_ones_own_has_no_moves():

@@ -9,7 +9,7 @@ from hetmesh.data import Loader
 from hetmesh.data.digits import DigitsSource
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -34,14 +34,15 @@ class Watched(DigitsSource):
 def feed_all(name, *overrides):
     """Per rank: what its source was asked for, and what its feed loaded, once everything has asked for its batch."""
     recipe = load_recipe(RECIPES / name, ("--training.local_batch_size", "4", *overrides))
-    _, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    graph = resolved.graph
     found = {}
     for rank in graph.ranks:
         source = Watched()
-        loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters))
+        loader = Loader(source, recipe.batch.global_batch_size, resolved.expander)
         drawn = next(loader)
         plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
-        feed = Feed(loader, drawn, plan, adapters, rank)
+        feed = Feed(loader, drawn, plan, resolved.adapters, rank)
         for module in graph.order:
             for stage in range(graph[module].num_stages):
                 if rank in graph[module].stage_mesh(stage):

@@ -14,7 +14,8 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.inference.generate import answer_tokens
 from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.held_out import held_out_source
+from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.job import Job
@@ -39,7 +40,7 @@ def held_out():
 def answers(rank, recipe, folder):
     """By itself: as many tokens as the data have, and up to an end token or six; and by teacher forcing."""
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     Checkpointer(world, folder).save(0, job.root, None, {})
     as_long = free_running(job, held_out(), SAMPLES, 6, ())
     ended = free_running(job, held_out(), 5, 6, {3, 9})
@@ -59,7 +60,7 @@ def test_every_layout_answers_as_one_process_does_and_right_where_teacher_forcin
 
     model = OneProcess.load(recipe, SavedRun(recipe, tmp_path / "step-0"))
     for index in range(5):
-        alone = answer_tokens(model, held_out(), index, most=6, ends={3, 9})
+        alone = answer_tokens(model, held_out(), index, max_tokens=6, ends={3, 9})
         assert list(ended.answers[index]) == list(alone)
     unended = sum(len(answer) == 6 and answer[-1] not in (3, 9) for answer in ended.answers)
     assert ended.unended == unended
@@ -87,7 +88,7 @@ class Broken(RandomMedia):
 
 
 def answered(rank, recipe, bad_rank):
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     return [free_running(job, source, 6, 3, ends) for source in (held_out(), Broken(bad_rank)) for ends in ((), {3, 9})]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import reference
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
@@ -22,7 +23,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def norm_and_clip(rank, recipe, max_norm):
     """Global norm before and after clipping, and a clipped gradient that this rank has in full."""
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
     job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
@@ -77,7 +78,7 @@ def gradients_that_come_and_go(rank, recipe, missing):
         missing: per step, ranks whose lanes have no gradient of it.
     """
     world, found = World.current(), []
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     parameter = job.named_parameters().get("llm.model.norm.weight")
     reducers = job.runtime.reducers
     for stage in [stage for stage in reducers if stage.module == "llm"]:
@@ -109,7 +110,7 @@ def test_a_gradient_of_some_steps_is_in_the_norm_and_none_where_no_rank_has_it(p
 
 def gradients_of_a_run(rank, recipe, missing):
     """As above, of the runtime alone, which settles gradients itself where it is not told to leave it."""
-    job, found = Job.assemble(recipe, World.current()), []
+    job, found = Job.assemble(resolve(recipe), World.current()), []
     parameter = job.named_parameters().get("llm.model.norm.weight")
     reducers = job.runtime.reducers
     for stage in [stage for stage in reducers if stage.module == "llm"]:
@@ -135,7 +136,7 @@ def test_a_run_alone_settles_gradients(pool4):
 def squares_with_a_bad_gradient(rank, recipe, name, where, value):
     """The squared norm over all ranks where rank `where` has one gradient that is not finite."""
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     for key, parameter in job.root.named_parameters():
         parameter.grad = torch.ones_like(parameter)
         if key == name and rank == where:

@@ -13,7 +13,7 @@ from hetmesh.errors import SampleError
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -101,13 +101,14 @@ def load_everything(bad):
     seq_len = "3" if "seq_len" in bad else "128"
     overrides = ("--data.source", "digits", "--training.local_batch_size", "4", "--training.seq_len", seq_len)
     recipe = load_recipe(RECIPES / "digits_overlapping.toml", overrides)
-    _, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    graph = resolved.graph
     source = OneBad(bad)
-    loader = Loader(source, 4, make_prepare(recipe, graph, adapters))
+    loader = Loader(source, 4, resolved.expander)
     drawn = next(loader)
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     return [
-        Feed(loader, drawn, plan, adapters, rank)(Stage(name), m)
+        Feed(loader, drawn, plan, resolved.adapters, rank)(Stage(name), m)
         for name in graph.order
         for rank in graph[name].mesh.ranks
         for m in range(plan.num_microbatches)

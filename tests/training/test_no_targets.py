@@ -11,7 +11,8 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.held_out import held_out_source
+from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.job import Job
@@ -38,7 +39,7 @@ def small(text, *overrides):
 
 @pytest.mark.slow
 def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys):
-    Trainer(small(text, "--data.options.without_targets", "0.5"), world).run()
+    Trainer(resolve(small(text, "--data.options.without_targets", "0.5")), world).run()
     lines = [json.loads(line) for line in (text.parent / "run" / "metrics.jsonl").read_text().splitlines()]
     counts = [line["samples_without_target"] for line in lines if "loss" in line]
     assert all(0 < count < 6 for count in counts)
@@ -50,12 +51,12 @@ def test_samples_without_a_target_are_named_once_and_counted(world, text, capsys
     with pytest.raises(
         SampleError, match=r"step 1: . of 6 samples add nothing to the loss: .*on_no_target = \"count\""
     ):
-        Trainer(small(text, *more), world).run()
+        Trainer(resolve(small(text, *more)), world).run()
 
 
 @pytest.mark.slow
 def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
-    trainer = Trainer(small(text, "--data.options.without_targets", "1.0"), world)
+    trainer = Trainer(resolve(small(text, "--data.options.without_targets", "1.0")), world)
     before = [p.clone() for p in trainer.job.parameters()]
     message = (
         r"step 1: no sample of the global batch has a target token: samples 'random-0-\d+', .* and 3 more \(the data"
@@ -69,7 +70,7 @@ def test_a_batch_without_any_target_is_an_error_that_names_samples(world, text):
 def test_targets_that_seq_len_cuts_are_told_with_the_key(world, text):
     source = ("--data.options.max_text", "30", "--data.options.text_only", "1.0", "--training.seq_len", "1")
     with pytest.raises(SampleError, match=r"\(training\.seq_len = 1 cuts the targets of 6\)"):
-        Trainer(small(text, *source), world).run()
+        Trainer(resolve(small(text, *source)), world).run()
 
 
 class LongAnswers(RandomMedia):
@@ -83,7 +84,7 @@ class LongAnswers(RandomMedia):
 @pytest.mark.slow
 def test_answers_that_seq_len_cuts_in_part_are_told_once(world, text, capsys):
     keys = ("--data.options.text_only", "1.0", "--data.options.max_text", "30", "--training.seq_len", "9")
-    Trainer(small(text, *keys, "--data.source", "test_no_targets:LongAnswers"), world).run()
+    Trainer(resolve(small(text, *keys, "--data.source", "test_no_targets:LongAnswers")), world).run()
     out = capsys.readouterr().out
     assert re.search(r"step 1: training\.seq_len = 9 cuts [2-6] of 6 samples by \d+ tokens: samples 'random-0-", out)
     assert out.count(" lose the end of an answer; from here on only counted") == 1
@@ -91,7 +92,7 @@ def test_answers_that_seq_len_cuts_in_part_are_told_once(world, text, capsys):
 
 @pytest.mark.slow
 def test_an_evaluation_without_any_target_is_an_error(world, text):
-    trainer = Trainer(small(text), world)
+    trainer = Trainer(resolve(small(text)), world)
     trainer.reporter.close()
     with pytest.raises(SampleError, match="evaluation: no held-out sample has a target token: samples 'random-0-0', "):
         evaluate(trainer.job, RandomMedia({"image": (1, 8, 8)}, length=5, without_targets=1.0))
@@ -116,8 +117,8 @@ def test_a_step_or_an_evaluation_of_which_nothing_can_be_read_says_so_and_what_t
     named = r"(sample 'random-\d+-\d+': its header is broken; ){3}and \d more; fix or remove such samples"
     message = f"step 1: no sample of the global batch can be read: {named}, or take a larger batch: "
     with pytest.raises(SampleError, match=message + r"training\.global_batch_size is 6$"):
-        Trainer(recipe, world).run()
-    job = Job.assemble(recipe, world)
+        Trainer(resolve(recipe), world).run()
+    job = Job.assemble(resolve(recipe), world)
     with pytest.raises(SampleError, match=message), contextlib.closing(job.upcoming):
         job.forward_backward()
     with pytest.raises(SampleError, match=f"^evaluation: no held-out sample can be read: {named}$"):
@@ -143,7 +144,7 @@ def test_validation_without_a_validation_split_is_refused(text, capsys, key):
 def test_u14_what_seq_len_cuts_is_counted_in_whole_media_items(text, world):
     keys = ("--data.options.max_items", "5", "--data.options.text_only", "0.0", "--training.seq_len", "12")
     recipe = small(text, *keys, "--training.steps", "1")
-    trainer = Trainer(recipe, world)
+    trainer = Trainer(resolve(recipe), world)
     given = [
         RandomMedia({"image": (1, 8, 8)}, max_items=5, text_only=0.0).meta(i) for i in trainer.job.loader.indices(0)
     ]

@@ -11,6 +11,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.faults import BreakGradient
 from hetmesh.training.trainer import Trainer
 
@@ -38,7 +39,7 @@ def same(before, trainer):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_it_stops_the_run_before_anything_changes(world, tmp_path, value):
-    trainer = Trainer(recipe("digits_single", tmp_path), world)
+    trainer = Trainer(resolve(recipe("digits_single", tmp_path)), world)
     BreakGradient("vision", 0, value)(trainer.job)
     before = values(trainer)
     with pytest.raises(NonFiniteError, match=r"^step 1: gradients of vision \(rank 0\) are not finite .*on_non_finite"):
@@ -48,7 +49,7 @@ def test_it_stops_the_run_before_anything_changes(world, tmp_path, value):
 
 
 def test_a_loss_that_is_not_finite_is_named_with_the_parameters_that_made_it(world, tmp_path):
-    trainer = Trainer(recipe("digits_single", tmp_path), world)
+    trainer = Trainer(resolve(recipe("digits_single", tmp_path)), world)
     with torch.no_grad():
         next(trainer.job.root.projector.parameters()).fill_(math.nan)
     with pytest.raises(NonFiniteError, match=r"the loss \(rank 0\) and parameters of projector \(rank 0\)"):
@@ -56,7 +57,7 @@ def test_a_loss_that_is_not_finite_is_named_with_the_parameters_that_made_it(wor
 
 
 def test_a_skipped_step_is_counted_and_everything_written_is_strict_json(world, tmp_path, capsys):
-    trainer = Trainer(recipe("digits_single", tmp_path, "--training.on_non_finite", "skip"), world)
+    trainer = Trainer(resolve(recipe("digits_single", tmp_path, "--training.on_non_finite", "skip")), world)
     BreakGradient("llm", 0)(trainer.job)
     before = values(trainer)
     summary = trainer.run()
@@ -78,19 +79,19 @@ def test_a_skipped_step_is_counted_and_everything_written_is_strict_json(world, 
 
 def test_the_count_of_skipped_steps_survives_a_resume(world, tmp_path):
     keys = ("--training.on_non_finite", "skip", "--checkpoint.enable", "true")
-    first = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    first = Trainer(resolve(recipe("digits_single", tmp_path, *keys)), world)
     BreakGradient("llm", 0)(first.job)
     assert first.train_step().skipped
     first.save()
     first.reporter.close()
-    second = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    second = Trainer(resolve(recipe("digits_single", tmp_path, *keys)), world)
     assert second.run()["skipped_steps"] == 1
 
 
 def test_too_many_in_a_row_end_the_run(world, tmp_path):
     keys = ("--training.on_non_finite", "skip", "--training.max_consecutive_non_finite", "1")
     keys += ("--checkpoint.enable", "true", "--training.steps", "4")
-    trainer = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    trainer = Trainer(resolve(recipe("digits_single", tmp_path, *keys)), world)
     BreakGradient("llm", 0)(trainer.job)
     assert trainer.train_step().record()["skipped_in_a_row"] == 1
     assert "skipped_in_a_row" not in trainer.train_step().record()
@@ -98,7 +99,7 @@ def test_too_many_in_a_row_end_the_run(world, tmp_path):
     trainer.train_step()
     trainer.save()
     trainer.reporter.close()
-    resumed = Trainer(recipe("digits_single", tmp_path, *keys), world)
+    resumed = Trainer(resolve(recipe("digits_single", tmp_path, *keys)), world)
     BreakGradient("llm", 0)(resumed.job)
     with pytest.raises(
         NonFiniteError, match=r"^step 4: .*; 2 steps in a row were not, .*max_consecutive_non_finite = 1"
@@ -108,7 +109,7 @@ def test_too_many_in_a_row_end_the_run(world, tmp_path):
 
 def steps_with_a_broken_gradient(rank, described, module, at):
     """What each rank saw of one broken step, and whether its parameters moved; then the next step."""
-    trainer = Trainer(described, World.current())
+    trainer = Trainer(resolve(described), World.current())
     BreakGradient(module, at)(trainer.job)
     before = values(trainer)
     try:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import TOLERANCE, ParityError, compare, reference, run
@@ -244,7 +245,7 @@ def received_bytes(rank, recipe):
     world = World.current()
     world.log.clear()
     run(recipe, world, steps=1)
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     plan = job.plan([d.meta for d in next(job.loader)])
     received, needed = {}, {}
     for boundary in job.graph.boundaries:

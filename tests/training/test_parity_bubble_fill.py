@@ -10,9 +10,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import SampleMeta, Stage
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve import schedules as recipe_schedule_module
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import StepSchedules, over_in_flight, recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.testing import faults
@@ -61,7 +60,8 @@ OFTEN = ("zero_bubble", "FSDP encoder, LoRA, computed again")
 def test_o8_slices_in_gaps_equal_one_process(pool4, case):
     """Two steps in which ranks stop now and then."""
     given = CASES[case]
-    _, _, graph = describe(given)
+    resolved = resolve(given)
+    graph = resolved.graph
     assert graph["vision"].num_stages >= 3
     schedule = recipe_schedule(given, graph, given.batch.num_microbatches)
     assert any(a.kind is Kind.BACKWARD_WEIGHT for a in schedule.actions) == (given.sink_schedule == "zero_bubble")
@@ -111,9 +111,9 @@ UNEVEN = {
 def test_o4_an_uneven_split_equals_one_process(pool4, case):
     """Lanes of the encoder that take more microbatches than others, on ranks that stop now and then."""
     given = UNEVEN[case]
-    source, adapters, graph = describe(given)
-    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=0)
-    plan = plan_batch(graph, loader.batch(0).metas, 1, recipe_balance(given, graph, adapters))
+    resolved = resolve(given)
+    loader = Loader(resolved.source, given.batch.global_batch_size, resolved.expander, seed=0)
+    plan = plan_batch(resolved.graph, loader.batch(0).metas, 1, resolved.balance)
     taken = [sum(bool(lanes[lane]) for lanes in plan.lanes["vision"]) for lane in range(4)]
     assert max(taken) > min(taken)
     check(pool4, given, [None])
@@ -128,21 +128,21 @@ def test_deferral_and_microbatches_of_ones_own(pool4, inner):
 
 def by_step(job):
     """Schedules by what each step's microbatches cost, as of long steps."""
-    job.schedules.each_step = True
+    job.resolved.schedules.each_step = True
 
 
 @pytest.mark.slow
 def test_o7_microbatches_in_the_order_in_which_the_encoder_ends(pool4):
     """Where the first microbatch has many images the LLM begins with another one, in each step with one of its own."""
     given = filled("1f1b", *OVER_BOTH_STAGES, '[balance]\npolicy = "none"', "[debug]\nseed = 3", batch=6)
-    source, adapters, graph = describe(given)
-    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=3)
-    schedules = StepSchedules(given, graph, adapters)
+    resolved = resolve(given)
+    loader = Loader(resolved.source, given.batch.global_batch_size, resolved.expander, seed=3)
+    schedules = resolved.schedules
     assert not schedules.each_step
     schedules.each_step = True
     orders = []
     for step in range(2):
-        plan = plan_batch(graph, [drawn.meta for drawn in loader.batch(step)], given.batch.microbatch_size)
+        plan = plan_batch(resolved.graph, [drawn.meta for drawn in loader.batch(step)], given.batch.microbatch_size)
         first = [a for a in schedules.of(plan).actions if a.kind is Kind.FORWARD and a.target == Stage("llm")]
         orders.append([action.microbatch for action in first])
     assert all(order[0] for order in orders)
@@ -152,11 +152,12 @@ def test_o7_microbatches_in_the_order_in_which_the_encoder_ends(pool4):
 
 def test_each_step_has_the_schedule_of_its_routes_and_evaluation_one_without_backwards(monkeypatch):
     given = filled("zero_bubble", *OVER_BOTH_STAGES, batch=4)
-    _, adapters, graph = describe(given)
-    schedules = StepSchedules(given, graph, adapters)
+    resolved = resolve(given)
+    graph = resolved.graph
+    schedules = resolved.schedules
     samples = [SampleMeta(f"s{i}", 9, targets=((4, 9),), rows={"vision": 0, "projector": 0}) for i in range(8)]
     plans = [plan_batch(graph, samples, size) for size in (1, 2, 4)]
-    monkeypatch.setattr(recipe_schedule_module, "KEPT", 2)
+    monkeypatch.setattr(recipe_schedule_module, "MAX_TYPICAL", 2)
     kept = [schedules.of(plan) for plan in plans]
     for plan, schedule in zip(plans, kept, strict=True):
         assert (schedule.routes, schedule.training) == (plan.routes, True)
@@ -169,8 +170,8 @@ def test_each_step_has_the_schedule_of_its_routes_and_evaluation_one_without_bac
     work = 6 * sum(schedules.model.shape(name).parameters for name in graph.order) * 8 * given.training.seq_len
     seconds = work / (4 * TYPICAL_PEAK)  # on each of four ranks
     for factor in (0.9, 1.1):
-        monkeypatch.setattr(recipe_schedule_module, "LONG", factor * seconds)
-        assert StepSchedules(given, graph, adapters, schedules.model).each_step == (factor < 1)
+        monkeypatch.setattr(recipe_schedule_module, "LONG_STEP_S", factor * seconds)
+        assert StepSchedules(given, graph, schedules.model).each_step == (factor < 1)
 
 
 @pytest.mark.slow
@@ -184,7 +185,7 @@ def test_the_oracle_sees_rows_in_another_order(pool4):
 
 def refusal(given):
     with pytest.raises(RecipeError) as caught:
-        describe(given)
+        resolve(given)
     return str(caught.value)
 
 
@@ -235,7 +236,7 @@ def test_slices_of_which_none_is_cut_are_refused():
         said = refusal(filled("1f1b", table_, table("llm", "0-3", pp=2), batch=4))
         assert said.startswith("parallelism.bubble_fill_layers_per_slice = 1: it cuts no module (")
         assert why in said
-        describe(filled("1f1b", table_, table("llm", "0-3", pp=2), batch=4, extra=""))
+        resolve(filled("1f1b", table_, table("llm", "0-3", pp=2), batch=4, extra=""))
 
 
 def test_keys_that_have_an_effect_are_taken():
@@ -251,7 +252,7 @@ def test_keys_that_have_an_effect_are_taken():
             batch=4,
         ),
     ):
-        describe(given)
+        resolve(given)
 
 
 def test_a_cap_gives_way_to_what_the_routes_of_a_batch_need():
@@ -259,10 +260,10 @@ def test_a_cap_gives_way_to_what_the_routes_of_a_batch_need():
     own = table("llm", "0-3", pp=2) + "\nbubble_fill_in_flight = 2"
     tables = own, "[balance]\ndeferral = true\nmicrobatch_sizes = { vision = 1 }"
     given = filled("1f1b", OVER_BOTH_STAGES[0], *tables, batch=8, extra="")
-    source, adapters, graph = describe(given)
-    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=0)
-    schedules, balance = StepSchedules(given, graph, adapters), recipe_balance(given, graph, adapters)
-    plans = [plan_batch(graph, loader.batch(step).metas, 1, balance) for step in range(4)]
+    resolved = resolve(given)
+    loader = Loader(resolved.source, given.batch.global_batch_size, resolved.expander, seed=0)
+    schedules, balance = resolved.schedules, resolved.balance
+    plans = [plan_batch(resolved.graph, loader.batch(step).metas, 1, balance) for step in range(4)]
     assert {over_in_flight(given, schedules.of(plan)) for plan in plans} == {0, 1}
 
 
@@ -270,7 +271,7 @@ def test_an_encoder_is_cut_by_what_its_layers_cost():
     """On one rank a microbatch takes four times as long as on four."""
 
     def slices(ranks):
-        _, _, graph = describe(filled("1f1b", table("vision", ranks), table("llm", "0-3", pp=2), extra=""))
-        return graph["vision"].num_stages
+        resolved = resolve(filled("1f1b", table("vision", ranks), table("llm", "0-3", pp=2), extra=""))
+        return resolved.graph["vision"].num_stages
 
     assert slices("0-3") < slices("0") == 3

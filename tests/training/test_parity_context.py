@@ -7,7 +7,7 @@ from hetmesh.attention.in_transformers import counter
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, reference, run
 from hetmesh.training.job import Job
 from support.received_rows import received_rows
@@ -77,7 +77,7 @@ def rows_and_outcome(rank, recipe):
     world = World.current()
     world.log.clear()
     outcome = run(recipe, world, steps=2)
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     plan = job.plan([d.meta for d in next(job.loader)])
     layouts = (boundary_layouts(plan, job.graph.inputs("llm")[0], m) for m in range(plan.num_microbatches))
     return outcome, [dst.local_shape(shape, rank)[0] for shape, _, dst in layouts]
@@ -113,4 +113,4 @@ def test_rows_go_straight_to_the_rank_that_owns_their_positions(pool4):
 )
 def test_what_cannot_share_tokens_is_refused(tables, says):
     with pytest.raises(RecipeError, match=says):
-        describe(recipe("sequential", *tables))
+        resolve(recipe("sequential", *tables))

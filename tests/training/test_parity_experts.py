@@ -6,7 +6,7 @@ from test_parity_pipeline import on_this_rank, table
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
@@ -227,7 +227,7 @@ def test_injected_faults_are_found(pool4):
 
 def routed(rank, given):
     """What this rank noted of its experts in one step, and the tokens of the global batch."""
-    job = Job.assemble(given, World.current())
+    job = Job.assemble(resolve(given), World.current())
     loads = job.expert_placement.loads
     with exact_dtypes(job.root):
         job.forward_backward()
@@ -272,10 +272,10 @@ def test_loads_are_those_of_one_process_in_any_layout(pool, pool4):
 def test_what_experts_cannot_do_is_refused(tables, changes, says):
     text = MODEL.format(policy="sequential", batch=2, vision="", llm="").replace(*changes, 1)
     with pytest.raises(RecipeError, match=says):
-        describe(parse_recipe("\n".join([text, *tables])))
+        resolve(parse_recipe("\n".join([text, *tables])))
 
 
 def test_a_flat_expert_degree_means_nothing_to_modules_without_experts():
     text = MODEL.format(policy="sequential", batch=2, vision="", llm="")
     flat = "ranks = [0, 1]\ndata_parallel_shard_degree = 2\nexpert_parallel_degree = 2"
-    describe(parse_recipe("\n".join([text, flat])))
+    resolve(parse_recipe("\n".join([text, flat])))

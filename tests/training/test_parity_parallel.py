@@ -12,7 +12,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
 from support.often import combinations
@@ -135,11 +135,11 @@ def test_with_sequence_parallelism_a_row_reaches_the_rank_that_keeps_its_token_a
 
 def lanes_with_images(recipe) -> list[list[bool]]:
     """Per step and microbatch, which encoder lanes have any."""
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0)
+    resolved = resolve(recipe)
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, resolved.expander, seed=0)
     found = []
     for _ in range(STEPS):
-        plan = plan_batch(graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
+        plan = plan_batch(resolved.graph, [d.meta for d in next(loader)], recipe.batch.microbatch_size)
         found += [[any(plan.samples[i].media for i in lane) for lane in lanes] for lanes in plan.lanes["vision"]]
     return found
 
@@ -257,7 +257,7 @@ def test_faults_of_sequence_parallelism_are_found(pool, fault):
 )
 def test_what_a_module_cannot_do_is_an_error(text, says):
     with pytest.raises(RecipeError, match=says.replace(".", r"\.")):
-        describe(parse_recipe(text))
+        resolve(parse_recipe(text))
 
 
 FROZEN_LLM, LORA = '"qwen3"\ntrainable = false', '"qwen3"\nlora = { rank = 2 }'

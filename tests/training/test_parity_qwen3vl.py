@@ -16,8 +16,8 @@ from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
@@ -125,9 +125,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_has_several_images_in_a_lane_and_none(case):
     given = CASES[case]
-    source, adapters, graph = describe(given)
-    loader = Loader(source, given.batch.global_batch_size, make_prepare(given, graph, adapters), seed=given.debug.seed)
-    plan = plan_batch(graph, [d.meta for d in next(loader)], given.batch.microbatch_size)
+    resolved = resolve(given)
+    loader = Loader(resolved.source, given.batch.global_batch_size, resolved.expander, seed=given.debug.seed)
+    plan = plan_batch(resolved.graph, [d.meta for d in next(loader)], given.batch.microbatch_size)
     counts = {sum(len(plan.samples[i].media) for i in lane) for lanes in plan.lanes["vision"] for lane in lanes}
     assert 0 in counts
     assert max(counts) > 1
@@ -155,7 +155,8 @@ def test_features_in_a_wrong_order_are_noticed(pool4):
 
 
 def test_features_are_boundaries_to_the_stage_of_their_layer():
-    _, _, graph = describe(CASES["pipeline"])
+    resolved = resolve(CASES["pipeline"])
+    graph = resolved.graph
     assert [b.name for b in graph.boundaries] == [
         "vision->llm",
         "vision.deepstack.0->llm",
@@ -184,9 +185,10 @@ def whole_model(vision, llm, image_token):
 def test_both_halves_equal_transformers_own_model():
     """Loss and every gradient, fp64: its own merging of rows, positions and DeepStack against ours."""
     given = recipe()
-    source, adapters, graph = describe(given)
+    resolved = resolve(given)
+    source, adapters = resolved.source, resolved.adapters
     vision, llm = (loaded_module(given, adapters[name], name) for name in ("vision", "llm"))
-    loader = Loader(source, 40, make_prepare(given, graph, adapters), seed=0)
+    loader = Loader(source, 40, resolved.expander, seed=0)
     drawn = [d for d in next(loader) if apart(d.meta)]
     metas, samples = [d.meta for d in drawn], loader.load(drawn)
     assert len({item.shape for meta in metas for item in meta.media}) > 4
@@ -227,8 +229,9 @@ def apart(meta):
 
 def test_positions_are_those_of_transformers():
     given = recipe()
-    source, adapters, graph = describe(given)
-    loader = Loader(source, 40, make_prepare(given, graph, adapters), seed=1)
+    resolved = resolve(given)
+    source, adapters = resolved.source, resolved.adapters
+    loader = Loader(source, 40, resolved.expander, seed=1)
     drawn = [d for d in next(loader) if apart(d.meta)]
     model = whole_model(*(loaded_module(given, adapters[name], name) for name in ("vision", "llm")), 1).model
     for d, sample in zip(drawn, loader.load(drawn), strict=True):
@@ -281,14 +284,14 @@ def test_vision_configs_that_cannot_be_are_refused(config, says):
 def test_features_need_a_consumer_with_layers_for_them():
     text = RECIPE.replace("num_hidden_layers = 4", "num_hidden_layers = 1")
     with pytest.raises(RecipeError, match=r"'vision' also emits 'deepstack.1', for which 'llm' has no layer"):
-        describe(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
+        resolve(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
 
 
 def test_sections_of_the_frequencies_must_fit_a_head():
     llm = "rope_parameters = {{ rope_type = 'default', rope_theta = 1e4, mrope_section = [1, 1, 1] }}"
     text = RECIPE.replace("head_dim = 8", f"head_dim = 8\n{llm}")
     with pytest.raises(RecipeError, match=r"must add up to head_dim / 2 = 4, got \[1, 1, 1\]"):
-        describe(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
+        resolve(parse_recipe(text.format(policy="sequential", batch=4, tables="", vision="", llm="")))
 
 
 def test_without_features_the_tensor_parallel_plan_names_no_feature_layers():

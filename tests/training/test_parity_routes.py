@@ -12,8 +12,7 @@ from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.step import StepRunner
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
@@ -117,10 +116,10 @@ def test_deferral_equals_one_process_in_both_backward_modes(pool4, llm):
 
 def first_routes(recipe):
     """Of the first batch."""
-    source, adapters, graph = describe(recipe)
-    drawn = Loader(source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=0).batch(0)
-    options = recipe_balance(recipe, graph, adapters)
-    return plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size, options).routes
+    resolved = resolve(recipe)
+    drawn = Loader(resolved.source, recipe.batch.global_batch_size, resolved.expander, seed=0).batch(0)
+    options = resolved.balance
+    return plan_batch(resolved.graph, [d.meta for d in drawn], recipe.batch.microbatch_size, options).routes
 
 
 @pytest.mark.slow

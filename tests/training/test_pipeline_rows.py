@@ -15,7 +15,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
@@ -46,7 +46,7 @@ def one_step(rank, recipe):
     """Of this rank: directions of the messages of each edge, elements saved and forwards run per stage, what it did
     when."""
     world = World.current()
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
     schedule = job.schedule(plan)
@@ -125,8 +125,8 @@ def test_the_bubbles_of_a_real_step_add_up(pool4):
         for _, stages, _ in results
         for stage, (_, times) in stages.items()
     }
-    _, _, graph = describe(given)
-    schedule = recipe_schedule(given, graph, 5)
+    resolved = resolve(given)
+    schedule = recipe_schedule(given, resolved.graph, 5)
     judge(schedule, records, ran)
     rng = random.Random(0)
     drawn = {r: [(a, *sorted((rng.random(), rng.random()))) for a, _, _ in record] for r, record in records.items()}
@@ -144,8 +144,8 @@ def test_encoder_branches_run_at_the_same_time():
     text = text.format(policy="1f1b", batch=4, tied="false", extra="", vision="", projector="", llm="")
     tables = (table("vision", "0-1", pp=2), table("scanner", "2"), table("llm", "3-4", pp=2))
     given = parse_recipe("\n".join([text, *tables]))
-    _, _, graph = describe(given)
-    schedule = recipe_schedule(given, graph, 4)
+    resolved = resolve(given)
+    schedule = recipe_schedule(given, resolved.graph, 4)
     costs = StepCosts({(s, m): StageCost(1.0, 1.0, 1.0) for s in schedule.stages.stages for m in range(4)})
     spans = list(simulate(schedule, costs).spans())
     first = {s.target: s.start for s in reversed(spans) if s.kind == "F" and s.microbatch == 0}
@@ -158,9 +158,10 @@ def test_encoder_branches_run_at_the_same_time():
 def test_every_microbatch_has_its_own_shape_and_every_rank_knows_it():
     """U9: batches and lengths differ between microbatches; both sides of every edge agree without a message."""
     given = recipe("1f1b", table("vision", "0-1", pp=2), table("llm", "2-3", pp=2))
-    source, adapters, graph = describe(given)
-    prepare = make_prepare(given, graph, adapters)
-    drawn = Loader(source, 5, prepare, seed=0).batch(0)
+    resolved = resolve(given)
+    graph = resolved.graph
+    prepare = resolved.expander
+    drawn = Loader(resolved.source, 5, prepare, seed=0).batch(0)
     plan = plan_batch(graph, [d.meta for d in drawn], 1)
     schedule = recipe_schedule(given, graph, 5)
     shapes = {e: [edge_layouts(plan, e, m)[0] for m in range(5)] for e in schedule.stages.edges}
@@ -174,7 +175,8 @@ def test_every_microbatch_has_its_own_shape_and_every_rank_knows_it():
 def test_u8_an_encoder_is_a_stage_of_its_own_and_not_the_load_of_the_first():
     """U8: the encoder's work is its own stage's; the LLM's stages are cut by their own time alone."""
     given = load_recipe("recipes/digits_pipeline.toml")
-    _, _, graph = describe(given)
+    resolved = resolve(given)
+    graph = resolved.graph
     stages = recipe_schedule(given, graph, 4).stages
     assert [str(s) for s in stages.stages] == ["vision.0", "projector.0", "llm.0", "llm.1"]
     assert stages.ranks_of(Stage("vision")) == (0,)
@@ -197,7 +199,7 @@ def test_u8_an_encoder_is_a_stage_of_its_own_and_not_the_load_of_the_first():
 )
 def test_what_cannot_be_split_is_refused(tables, extra, says):
     with pytest.raises(RecipeError, match=says):
-        describe(recipe("zero_bubble", *tables, extra="", trained="all") if not extra else _with(tables, extra))
+        resolve(recipe("zero_bubble", *tables, extra="", trained="all") if not extra else _with(tables, extra))
 
 
 def _with(tables, extra):
@@ -206,8 +208,8 @@ def _with(tables, extra):
 
 def test_the_kinds_of_a_zero_bubble_schedule():
     given = recipe("zero_bubble", table("llm", "0-1", pp=2), trained="frozen encoder")
-    _, _, graph = describe(given)
-    schedule = recipe_schedule(given, graph, 3)
+    resolved = resolve(given)
+    schedule = recipe_schedule(given, resolved.graph, 3)
     kinds = {str(s): {a.kind for a in schedule.actions if a.target == s} for s in schedule.stages.stages}
     assert kinds["vision.0"] == {Kind.FORWARD}
     assert kinds["projector.0"] == {Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE}  # nobody waits for a part of it

@@ -10,7 +10,7 @@ from torch import nn
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import reference, run
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml"
@@ -124,4 +124,4 @@ def test_offloaded_parameters_change_nothing(pool4, where):
 )
 def test_what_does_not_go_together_is_an_error(overrides, says):
     with pytest.raises(RecipeError, match=says.replace(".", r"\.")):
-        describe(load_recipe(RECIPE, overrides))
+        resolve(load_recipe(RECIPE, overrides))

@@ -7,8 +7,7 @@ import pytest
 from hetmesh.cost import Profile, Work, layer_kind
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.profile import profile_recipe, sample_shapes
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
@@ -16,8 +15,8 @@ DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
 def test_shapes_hold_out_every_other_size():
     recipe = load_recipe(DIGITS)
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, 64, make_prepare(recipe, graph, adapters))
+    resolved = resolve(recipe)
+    loader = Loader(resolved.source, 64, resolved.expander)
     shapes = sample_shapes(loader, 64)
     sizes = {flag: {len(s.drawn) for s in shapes if s.held_out is flag} for flag in (False, True)}
     assert sizes == {False: {1, 4, 16, 64}, True: {2, 8, 32}}
@@ -28,9 +27,9 @@ def test_shapes_hold_out_every_other_size():
 @pytest.mark.slow
 def test_every_layer_of_every_module_is_measured():
     recipe = load_recipe(DIGITS, ("--training.local_batch_size", "8"))
-    profile = profile_recipe(recipe, seconds=1)
-    _, adapters, _ = describe(recipe)
-    for shape in module_shapes(recipe, adapters).values():
+    profile = profile_recipe(resolve(recipe), seconds=1)
+    resolved = resolve(recipe)
+    for shape in resolved.shapes.values():
         for layer in shape.layers:
             assert layer_kind(layer) in profile.layers
             time = profile.predict(layer, Work(200, 4000, 20), upstream=True)

@@ -8,6 +8,7 @@ import pytest
 
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records.checkpoint_folders import complete_steps
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.stopping import Stopped, StopSignals
 from hetmesh.training.trainer import Trainer
 
@@ -67,7 +68,7 @@ def test_a_run_ends_behind_the_step_with_the_signals_exit_status(usual, world, t
 
     described = recipe(tmp_path / "run", "--checkpoint.enable", saves, "--checkpoint.async_mode", "async")
     with pytest.raises(Stopped) as stopped:
-        Trainer(described, world, on_step=send).run()
+        Trainer(resolve(described), world, on_step=send).run()
     assert stopped.value.code == 130
     assert complete_steps(tmp_path / "run" / "checkpoint") == ([2] if saves == "true" else [])
     saved = "checkpoint saved; rerun the same command to resume"

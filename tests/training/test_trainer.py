@@ -21,8 +21,8 @@ from hetmesh.records.events import is_writing
 from hetmesh.records.metrics import StepMetrics
 from hetmesh.records.metrics_file import trim_metrics
 from hetmesh.records.reporter import Reporter
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.environment import choose_kernels
@@ -48,7 +48,8 @@ def exact(folder, name, *overrides):
 
 def plain_loop(recipe):
     """Loss and gradient norm per step, by torch's own clipping and optimizers."""
-    source, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    source, adapters, graph = resolved.source, resolved.adapters, resolved.graph
     modules = {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
     parameters = {name: list(module.parameters()) for name, module in modules.items()}
     everything = [p for some in parameters.values() for p in some]
@@ -63,7 +64,7 @@ def plain_loop(recipe):
         optimizer = torch.optim.AdamW(groups, betas=(o.beta1, o.beta2), eps=o.eps)
     # one cycle: up in two steps, down along a cosine over the other three
     factors = [0.5, 1.0, 1.0, *(0.5 * (1 + math.cos(math.pi * i / 3)) for i in (1, 2))]
-    loader = Loader(source, 8, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
+    loader = Loader(source, 8, resolved.expander, seed=recipe.debug.seed)
     taken = []
     with exact_dtypes(*modules.values()):
         for factor in factors:
@@ -86,7 +87,7 @@ def plain_loop(recipe):
 
 
 def on_this_rank(rank, recipe):
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     trainer.reporter.close()
     with exact_dtypes(trainer.job.root):
         taken = [trainer.train_step() for _ in range(STEPS)]
@@ -121,7 +122,7 @@ def test_every_step_equals_that_of_a_plain_loop(pool4, tmp_path, name, optimizer
 def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     overrides = ("--metrics.log_freq", "2", "--validation.freq", "4", "--metrics.enable_tensorboard", "true")
-    summary = Trainer(small("digits_single", tmp_path, *overrides), world).run()
+    summary = Trainer(resolve(small("digits_single", tmp_path, *overrides)), world).run()
     out = capsys.readouterr().out
 
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -234,7 +235,7 @@ def test_a_workspace_that_is_set_stays(kernels, tmp_path):
 
 
 def recorded_step(rank, recipe):
-    Trainer(recipe, World.current()).run()
+    Trainer(resolve(recipe), World.current()).run()
 
 
 @pytest.mark.slow
@@ -289,5 +290,5 @@ def test_checkpoints_that_an_earlier_start_could_not_remove_go_when_the_run_ends
         return [] if len(calls) <= STEPS else retire(folder, keep_latest)
 
     monkeypatch.setattr(checkpoint_folders, "retire_old", killed_before)
-    Trainer(recipe, world).run()
+    Trainer(resolve(recipe), world).run()
     assert checkpoint_folders.complete_steps(tmp_path / "checkpoint") == [STEPS - 1, STEPS]

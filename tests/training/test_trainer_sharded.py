@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.trainer import Trainer
 
@@ -40,7 +41,7 @@ def train(rank, recipe, steps):
     world = World.current()
     if rank >= recipe.world_size:
         return None
-    trainer = Trainer(recipe, world)
+    trainer = Trainer(resolve(recipe), world)
     placed, resumed, taken = trainer.job.expert_placement, trainer.step, []
     assert not resumed or all(
         each[0] != tuple(range(len(each[0]))) for each in map(placed.placements.get, placed.every)
@@ -89,7 +90,7 @@ def loaded(rank, recipe):
     """Full parameters and optimizer moments as they were read."""
     if rank >= recipe.world_size:
         return None
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     trainer.reporter.close()
     assert trainer.step == 2
     trainer.job.expert_placement.to_expert_order(trainer.optimizers)

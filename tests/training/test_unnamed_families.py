@@ -10,11 +10,10 @@ import pytest
 import hetmesh
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, run_as
 from hetmesh.testing.whole_reference import whole_reference
-from hetmesh.verify.self_check import self_check
-from hetmesh.verify.self_check_bound import TOLERANCE
+from hetmesh.verify.self_check import TOLERANCE, self_check
 from support import tiny_vlms
 
 IMAGE = {"image_token_id": tiny_vlms.IMAGE}
@@ -103,4 +102,4 @@ def test_they_compute_and_train_as_transformers_does(pool4, tmp_path, monkeypatc
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
 def test_what_hetmesh_cannot_do_is_said(tmp_path, monkeypatch, make):
     with pytest.raises(RecipeError, match=REFUSED[make]):
-        describe(parse_recipe(tiny_vlms.recipe_text(saved(make, tmp_path, monkeypatch))))
+        resolve(parse_recipe(tiny_vlms.recipe_text(saved(make, tmp_path, monkeypatch))))

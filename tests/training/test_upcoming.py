@@ -14,8 +14,7 @@ from hetmesh.data.payloads import Direct, SplitSources
 from hetmesh.errors import SampleError
 from hetmesh.graph import Edge
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import step_transfers
 from hetmesh.training.job import Job
 from hetmesh.training.upcoming import AHEAD, Background, Upcoming
@@ -57,12 +56,11 @@ def job_of(recipe="digits_overlapping", source=None, rank=1, workers=0):
     source = source or Broken()
     size = "16" if recipe == "digits_cp_pp" else "8"
     keys = ["--training.local_batch_size", size, "--data.num_workers", str(workers)]
-    given = load_recipe(RECIPES / f"{recipe}.toml", keys)
-    _, adapters, graph = describe(given, source)
+    resolved = resolve(load_recipe(RECIPES / f"{recipe}.toml", keys), source)
     payloads = Noted(SplitSources({"train": lambda: source}))
-    loader = Loader(source, BATCH, make_prepare(given, graph, adapters), payloads=payloads)
+    loader = Loader(source, BATCH, resolved.expander, payloads=payloads)
     world = SimpleNamespace(rank=rank, ranks_per_node=None, device=torch.device("cpu"))
-    return Job(given, world, graph, adapters, loader, None, {}, None, recipe_balance(given, graph, adapters))
+    return Job(resolved, world, loader, None, {}, None)
 
 
 def upcoming_of(job, last):

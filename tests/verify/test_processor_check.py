@@ -13,9 +13,10 @@ from hetmesh.data.chat import Chat
 from hetmesh.data.images import ImageProcessor
 from hetmesh.errors import SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.verify import processor_check
 from hetmesh.verify.processor_check import check_processor
-from hetmesh.verify.self_check_record import needs_self_check, record
+from hetmesh.verify.self_check_process import needs_self_check, record
 from support import tiny_vlms
 from support.tiny_directory import TEMPLATE, WORDS, save_directory
 
@@ -71,7 +72,7 @@ def recipe_of(path, talks, more=""):
 
 
 def test_the_first_samples_equal_those_of_transformers_own_processor(llava, talks):
-    (line,) = check_processor(recipe_of(llava, talks))
+    (line,) = check_processor(resolve(recipe_of(llava, talks)))
     assert line == "data: tokens and pixels of the first 3 samples equal those of transformers' own processor"
 
 
@@ -112,27 +113,27 @@ def fault_rows(monkeypatch):
 def test_what_differs_is_named_with_its_sample_and_key(llava, talks, monkeypatch, fault, says):
     fault(monkeypatch)
     with pytest.raises(SelfCheckError, match=says):
-        check_processor(recipe_of(llava, talks))
+        check_processor(resolve(recipe_of(llava, talks)))
 
 
 def test_a_processor_that_does_not_load_is_said_and_pixels_are_compared_all_the_same(tmp_path, talks, monkeypatch):
     path = save_directory("qwen2_5_vl", tmp_path)
-    (line,) = check_processor(recipe_of(path, talks))
+    (line,) = check_processor(resolve(recipe_of(path, talks)))
     assert line.startswith(
         "data: pixels of the first 3 samples equal those of transformers' own processor; prompts were"
     )
     assert "not: transformers' own does not load here" in line
     fault_mean(monkeypatch)
     with pytest.raises(SelfCheckError, match=r"sample 'talk 0': pixel_values: .* Qwen2VLImageProcessor"):
-        check_processor(recipe_of(path, talks))
+        check_processor(resolve(recipe_of(path, talks)))
 
 
 def test_a_form_of_the_recipe_is_not_compared_which_is_said(llava, talks):
     form = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<|image_pad|>' }} {% endfor %}{% endfor %}"
-    (line,) = check_processor(recipe_of(llava, talks, f'chat_template = "{form}"'))
+    (line,) = check_processor(resolve(recipe_of(llava, talks, f'chat_template = "{form}"')))
     assert line.startswith("data: pixels of")
     assert "prompts were not: data.options.chat_template is the recipe's" in line
-    assert check_processor(parse_recipe(tiny_vlms.recipe_text(llava))) == []
+    assert check_processor(resolve(parse_recipe(tiny_vlms.recipe_text(llava)))) == []
 
 
 def test_check_weights_and_the_first_start_compare_them(llava, talks, capsys, monkeypatch):

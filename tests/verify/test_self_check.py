@@ -12,12 +12,11 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.directories import why_not_compared
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
-from hetmesh.resolve.whole_directory import why_not_compared
-from hetmesh.verify.self_check import self_check
-from hetmesh.verify.self_check_bound import TOLERANCE
-from hetmesh.verify.self_check_process import compare_in_process
-from hetmesh.verify.self_check_record import needs_self_check, record, record_file
+from hetmesh.verify.self_check import TOLERANCE, self_check
+from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record, record_file
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
 
@@ -141,7 +140,7 @@ def test_modules_of_several_directories_are_not_compared_which_is_said(tmp_path)
     assert why_not_compared(parse_recipe(text)) == ""
     recipe = parse_recipe(text, ("--modules.vision.initial_load_path", str(other)))
     assert not needs_self_check(recipe)
-    (line,) = [line for line in summary(recipe, {}) if "not compared" in line]
+    (line,) = [line for line in summary(resolve(recipe)) if "not compared" in line]
     assert "note: its weights are not compared with transformers' own forward" in line
     assert f"modules.vision.initial_load_path = '{other}'" in line
     assert why_not_compared(parse_recipe((Path(__file__).parents[2] / "recipes" / "digits.toml").read_text())) == ""
@@ -195,7 +194,7 @@ def test_the_process_that_compares_runs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_first_run_compares_and_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hetmesh.api.run_recipe", lambda recipe: None)
+    monkeypatch.setattr("hetmesh.api.run_recipe", lambda recipe, resolved: None)
     file = tmp_path / "recipe.toml"
     path = tiny_vlms.save("llava_siglip", tmp_path)
     file.write_text(tiny_vlms.recipe_text(path, f"[job]\ndump_folder = '{tmp_path}/out'"))

@@ -8,8 +8,7 @@ import torch
 from hetmesh.errors import SelfCheckError
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.verify.self_check import self_check
-from hetmesh.verify.self_check_bound import LARGEST, TOLERANCE, check_close, relative
+from hetmesh.verify.self_check import LARGEST, TOLERANCE, check_close, relative, self_check
 from support import tiny_vlms
 
 ROWS = torch.tensor([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]])

@@ -33,6 +33,7 @@ from torch import Tensor
 from hetmesh.boundary import World
 from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.recipe.recipe import Recipe, load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.trainer import Trainer
 
@@ -111,7 +112,7 @@ def _measure(rank: int, recipe: Recipe, rounds: int, steps: int) -> dict[str, An
         body()
         seconds.setdefault(name, []).append(time.perf_counter() - started)
 
-    trainer = Trainer(recipe, World.current())
+    trainer = Trainer(resolve(recipe), World.current())
     saving = Saving(trainer)
     for _ in range(WARM_UP):
         trainer.train_step()

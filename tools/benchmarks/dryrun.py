@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from hetmesh.dryrun.dry_run import with_microbatches
-from hetmesh.dryrun.dry_runs import fullest_group
+from hetmesh.dryrun.dry_run import fullest_group, with_microbatches
 from hetmesh.recipe.recipe import Recipe, load_recipe
 
 JUDGES = (
@@ -26,7 +25,6 @@ JUDGES = (
     "src/hetmesh/runtime",
     "src/hetmesh/parallel",
     "src/hetmesh/dryrun/dry_run.py",
-    "src/hetmesh/dryrun/dry_runs.py",
     "src/hetmesh/resolve/recipe_step_model.py",
 )
 """What an output of it judges (`kept.py`)."""

@@ -42,6 +42,7 @@ from hetmesh.balance.place_experts import place_experts
 from hetmesh.boundary import World
 from hetmesh.boundary.backend import Backend, Waited
 from hetmesh.recipe.recipe import Recipe, load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
@@ -194,7 +195,7 @@ def _routed(rank: int, recipe: Recipe) -> Routed | None:
     world = World(timeout=60.0, backend=backend)
     with world.as_current():
         world.connect()
-        job = Job.assemble(recipe, world)
+        job = Job.assemble(resolve(recipe), world)
         choices: list[list[int]] = []
         gates = [module for name, module in job.root.named_modules() if name.endswith(".mlp.gate")]
         for gate in gates:
@@ -288,7 +289,7 @@ def _times(rank: int, recipes: Sequence[Recipe], rounds: int, steps: int) -> tup
 
 def _trainer(recipe: Recipe, folder: Path) -> Trainer:
     job = recipe.job.model_copy(update={"dump_folder": str(folder)})
-    return Trainer(recipe.model_copy(update={"job": job}), World.current())
+    return Trainer(resolve(recipe.model_copy(update={"job": job})), World.current())
 
 
 # --- Skew ---

@@ -23,13 +23,11 @@ import torch
 from benchmarks.busy import Sizes, busy_slowdown
 from benchmarks.plans import predict, undisturbed
 from benchmarks.plans.steps import measure
-from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import load_machine
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import LiveBytes
 from hetmesh.simulate import simulate
@@ -104,11 +102,12 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
 
 def predicted_bytes(recipe: Recipe) -> list[int]:
     """Per rank the most in step `STEP`, counting from 0; rates matter nothing to it."""
-    source, adapters, graph = describe(recipe)
-    drawn = make_loader(recipe, source, graph, adapters).batch(STEP)
-    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    drawn = resolved.loader().batch(STEP)
+    plan = resolved.plan(drawn.metas)
     schedule = recipe_schedule(recipe, graph, plan.routes)
-    model = recipe_step_model(recipe, graph, adapters, machine=load_machine("h100"))
+    model = recipe_step_model(recipe, graph, resolved.shapes, machine=load_machine("h100"))
     timeline = simulate(schedule, model.costs(plan, schedule))
     return [timeline.peak_bytes[timeline.track_of(rank)] for rank in range(recipe.world_size)]
 
@@ -118,7 +117,7 @@ def peak_bytes(rank: int, recipe: Recipe) -> tuple[int, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, LiveBytes() as live:
         job = recipe.job.model_copy(update={"dump_folder": folder})
-        trainer = Trainer(recipe.model_copy(update={"job": job}), World.current())
+        trainer = Trainer(resolve(recipe.model_copy(update={"job": job})), World.current())
         try:
             for _ in range(STEP):
                 trainer.train_step()

@@ -31,8 +31,7 @@ from benchmarks.balance.laws import chart
 from hetmesh.data import Loader
 from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 from hetmesh.training.upcoming import AHEAD, Upcoming
 
@@ -107,13 +106,11 @@ def host_of(ranks: int, policy: str, rank: int) -> Job:
     }
     before, _, after = RECIPE.read_text(encoding="utf-8").partition("[data.options]")
     text = before + "[" + after.partition("\n[")[2]  # without the options of its own source
-    recipe = parse_recipe(text, [f"--{key}={value}" for key, value in keys.items()])
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, samples, make_prepare(recipe, graph, adapters), seed=0)
+    resolved = resolve(parse_recipe(text, [f"--{key}={value}" for key, value in keys.items()]))
+    loader = Loader(resolved.source, samples, resolved.expander, seed=0)
     world: Any = SimpleNamespace(rank=rank, ranks_per_node=NODE, size=ranks, device=torch.device("cpu"))
     nothing: Any = None
-    balance = recipe_balance(recipe, graph, adapters)
-    return Job(recipe, world, graph, adapters, loader, nothing, {}, nothing, balance)
+    return Job(resolved, world, loader, nothing, {}, nothing)
 
 
 class IndexedSource:

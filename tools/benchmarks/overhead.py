@@ -26,7 +26,7 @@ from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.models import build_module
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.trainer import Trainer
 
@@ -109,7 +109,7 @@ def _measure(rank: int, recipe: Recipe, rounds: int, steps: int) -> dict[str, An
     world = World.current()
     with tempfile.TemporaryDirectory() as folder:
         job = recipe.job.model_copy(update={"dump_folder": folder})
-        trainer = Trainer(recipe.model_copy(update={"job": job}), world)
+        trainer = Trainer(resolve(recipe.model_copy(update={"job": job})), world)
         plain = PlainLoop(recipe, rank, world.size)
         seconds: dict[str, list[float]] = {name: [] for name in LOOPS}
         difference = 0.0
@@ -150,7 +150,8 @@ class PlainLoop:
     """The loop that one would write without hetmesh: DataLoader-style collation, FSDP2 if there are several ranks."""
 
     def __init__(self, recipe: Recipe, rank: int, ranks: int, device: torch.device = CPU) -> None:
-        self.source, adapters, _ = describe(recipe)
+        resolved = resolve(recipe)
+        self.source, adapters = resolved.source, resolved.adapters
         full = {name: build_module(adapters[name], name, recipe.debug.seed) for name in recipe.modules}
         self.model = PlainVLM(full["vision"], full["projector"], full["llm"]).to(device)
         shape = next(m.shape for m in (i for n in range(64) for i in self.source.meta(n).media))

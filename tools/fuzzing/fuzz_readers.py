@@ -50,6 +50,8 @@ JUDGES = (
     "src/hetmesh/checkpoint/initial_load.py",
     "src/hetmesh/export/directory_files.py",
     "src/hetmesh/records/metrics_file.py",
+    "src/hetmesh/records/run_lines.py",
+    "src/hetmesh/records/run_view.py",
     "src/hetmesh/files.py",
 )
 """What an output of it judges (`kept.py`)."""

@@ -31,8 +31,8 @@ from fuzzing.simplify import candidates_of as candidates_of
 from fuzzing.simplify import simplest
 from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.assignments import Policy, RandomAssignment
 from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.emulated_nccl import emulate
@@ -218,7 +218,8 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def plain_outcome(recipe: Recipe, count: int = STEPS) -> Outcome:
     """What the plain loop gives, from the weights that hetmesh draws, on the samples that it draws."""
-    source, adapters, _ = describe(recipe)
+    resolved = resolve(recipe)
+    source = resolved.source
     config = {name: module.config for name, module in recipe.modules.items()}
     model = plain_digits.PlainModel(
         config["vision"],
@@ -228,7 +229,7 @@ def plain_outcome(recipe: Recipe, count: int = STEPS) -> Outcome:
         recipe.modules["llm"].attention_mask,
     )
     for name, module in recipe.modules.items():
-        model.get_submodule(name).load_state_dict(loaded_module(recipe, adapters[name], name).state_dict())
+        model.get_submodule(name).load_state_dict(loaded_module(recipe, resolved.adapters[name], name).state_dict())
         model.get_submodule(name).requires_grad_(module.trainable)
     steps = [list(_questions(recipe, source, step)) for step in range(count)]
     losses, gradients, parameters = plain_digits.train(model, steps, LR)

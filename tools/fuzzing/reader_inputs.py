@@ -28,8 +28,8 @@ from hetmesh.files import read_file, to_json
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checksums
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.simulated_step import simulate_recipe
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
 from support.recipes import draw_recipes
 
@@ -201,7 +201,7 @@ def _json(file: Path, value: object) -> None:
 
 
 def _run(folder: Path) -> None:
-    timeline = simulate_recipe(load_recipe(RECIPES / "digits_pipeline.toml")).as_json()
+    timeline = simulate_recipe(resolve(load_recipe(RECIPES / "digits_pipeline.toml"))).as_json()
     load = {"max_over_mean": 1.2, "std_over_mean": 0.1, "padding": 0.1}
     load |= {f"drawn_{key}": value for key, value in load.items()}
     lines = [
@@ -340,7 +340,7 @@ def _mixture(folder: Path, rng: random.Random) -> None:
 def _directory(folder: Path, rng: random.Random) -> None:
     found = Pretrained(folder / "model", "model.hf_path")
     _ = found.config, found.tensors
-    describe(load_recipe(folder / "recipe.toml"))
+    resolve(load_recipe(folder / "recipe.toml"))
 
 
 def _weights(folder: Path, rng: random.Random) -> None:

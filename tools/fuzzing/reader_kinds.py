@@ -25,10 +25,9 @@ from hetmesh.export import directory_files as export_files
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.records import dump_folder
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.module_shapes import module_shapes
-from hetmesh.resolve.simulated_step import simulate_recipe
-from hetmesh.verify import self_check_record
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
+from hetmesh.verify import self_check_process
 
 TABLES = ("table.parquet", "table.arrow", "saved")
 
@@ -51,7 +50,7 @@ def make_bases(root: Path) -> None:
 def _plans(folder: Path) -> None:
     recipe = load_recipe(RECIPES / "digits_pipeline.toml")
     shutil.copy(RECIPES / "digits_pipeline.toml", folder / "pipeline.recipe")
-    shapes = module_shapes(recipe, describe(recipe)[1]).values()
+    shapes = resolve(recipe).shapes.values()
     kinds = {layer_kind(layer) for shape in shapes if shape is not None for layer in shape.layers}
     Profile(dict.fromkeys(kinds, dict.fromkeys(PARTS, Coefficients(1e-4, 1e-6, 1e-9)))).save(folder / "profile.json")
     machines = Path(load_machine.__code__.co_filename).parent / "machines"
@@ -92,7 +91,7 @@ def _costs(folder: Path, rng: random.Random) -> None:
     if (drawn := rng.random()) < 0.15:
         verb = ["plan", "--ranks=2", "--shown=1"] if drawn < 0.02 else ["simulate"]  # planning takes seconds
         return command(verb, recipe, [f"--{name}={file}" for name, file in given.items()])
-    simulate_recipe(load_recipe(recipe), **given)
+    simulate_recipe(resolve(load_recipe(recipe)), **given)
     return None
 
 
@@ -149,7 +148,7 @@ def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
     end_tokens._configured(folder / "model")
     recipe = _recipe(folder)
-    void(self_check_record.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
+    void(self_check_process.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
 
 
 def _claimed(folder: Path, rng: random.Random) -> None:
@@ -162,7 +161,7 @@ def _claimed(folder: Path, rng: random.Random) -> None:
 
 
 def _self_check(folder: Path) -> None:
-    self_check_record.record(_recipe(folder), 0.5)
+    self_check_process.record(_recipe(folder), 0.5)
 
 
 def _recipe(folder: Path) -> Recipe:

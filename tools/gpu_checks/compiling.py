@@ -17,6 +17,7 @@ from gpu_checks.found import Found, Place
 from hetmesh.attention import flex
 from hetmesh.parallel.compile import missing_compiler
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
@@ -80,7 +81,7 @@ def steps(device: str, keys: dict[str, str]) -> dict[str, Any]:
             "metrics.enable_tensorboard": "false",
         }
         world = hetmesh.init(device=device)
-        trainer = Trainer(load_recipe(RECIPE, [f"--{key}={value}" for key, value in given.items()]), world)
+        trainer = Trainer(resolve(load_recipe(RECIPE, [f"--{key}={value}" for key, value in given.items()])), world)
         losses, graphs = [], []
         try:
             for _ in range(STEPS):

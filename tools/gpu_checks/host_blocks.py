@@ -29,6 +29,7 @@ from gpu_checks.trace import Block, Span, blocks, launches, prepared, reads
 from hetmesh.boundary import World
 from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -70,7 +71,7 @@ def dry_runs() -> Found:
     """Waits that a dry run counts, by source line."""
     found: dict[str, Any] = {}
     for name, rank in DRY:
-        run = dry_run(load_recipe(RECIPES / f"{name}.toml", []), rank)
+        run = dry_run(resolve(load_recipe(RECIPES / f"{name}.toml", [])), rank)
         lines: Counter[str] = Counter()
         for wait, count in run.waits:
             lines[f"{wait.direction}: {wait.line} {wait.model}".rstrip()] += count
@@ -119,7 +120,7 @@ def traced(world: World, name: str) -> dict[str, Any]:
     """One rank: train, and trace a step whose memory is warm."""
     with tempfile.TemporaryDirectory() as folder:
         keys = (f"--job.dump_folder={folder}", "--metrics.enable_tensorboard=false", "--training.local_batch_size=32")
-        trainer = Trainer(load_recipe(RECIPES / f"{name}.toml", keys), world)
+        trainer = Trainer(resolve(load_recipe(RECIPES / f"{name}.toml", keys)), world)
         lines: Counter[str] = Counter()
         try:
             for _ in range(WARM_UP):

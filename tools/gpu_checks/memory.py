@@ -16,16 +16,13 @@ import torch
 from gpu_checks.found import Found, Place
 from gpu_checks.ranks import run_ranks
 from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, SMALL, TWO_RANKS, sized
-from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import load_machine
 from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.memory_fit import step_memory
+from hetmesh.resolve.predictions import step_memory
 from hetmesh.resolve.recipe_step_model import recipe_step_model
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import LiveBytes
 from hetmesh.training.trainer import Trainer
 
@@ -56,7 +53,7 @@ def _sizes(place: Place) -> Mapping[str, object]:
 
 def _cases(name: str, recipe: Recipe, place: Place) -> list[dict[str, Any]]:
     """Of every rank; the dry run is that of the first, which is like all others here."""
-    most = dry_run(recipe, 0).peak
+    most = dry_run(resolve(recipe), 0).peak
     explained = predicted(recipe)
     if place.device == "fake":
         measured: list[dict[str, Any]] = [{"peak_bytes": most}]
@@ -78,11 +75,11 @@ def _cases(name: str, recipe: Recipe, place: Place) -> list[dict[str, Any]]:
 
 def predicted(recipe: Recipe) -> list[int]:
     """Bytes that tensors of each rank take at most in a step, as `hetmesh explain` predicts them."""
-    source, adapters, graph = describe(recipe)
-    drawn = make_loader(recipe, source, graph, adapters).batch(0)
-    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    model = recipe_step_model(recipe, graph, adapters, machine=load_machine("h100"))
-    memory = step_memory(recipe, model, plan, StepSchedules(recipe, graph, adapters))
+    resolved = resolve(recipe)
+    drawn = resolved.loader().batch(0)
+    plan = resolved.plan(drawn.metas)
+    model = recipe_step_model(recipe, resolved.graph, resolved.shapes, machine=load_machine("h100"))
+    memory = step_memory(resolved, model, plan)
     return [memory[rank].tensors for rank in range(recipe.world_size)]
 
 
@@ -92,7 +89,7 @@ def peaks(world: World, recipe: Recipe) -> dict[str, Any]:
     live = None if on_gpu else LiveBytes()
     with tempfile.TemporaryDirectory() as folder, live or nullcontext():
         job = recipe.job.model_copy(update={"dump_folder": folder})
-        trainer = Trainer(recipe.model_copy(update={"job": job}), world)
+        trainer = Trainer(resolve(recipe.model_copy(update={"job": job})), world)
         try:
             for _ in range(WARM_UP):
                 trainer.train_step()

@@ -19,13 +19,10 @@ import hetmesh
 from benchmarks.overhead import PlainLoop
 from gpu_checks.found import Found, Place
 from gpu_checks.sizes import EQUAL, LARGE, ONE_RANK, RECIPES, sized
-from hetmesh.balance import plan_batch
 from hetmesh.cost import Work, module_flops
 from hetmesh.dryrun.dry_run import dry_run
 from hetmesh.recipe.recipe import Recipe, load_recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 3
@@ -58,10 +55,11 @@ def run(place: Place) -> Found:
 def flops() -> Found:
     """FLOPs of the large case as MFU counts them, beside those of the operations of a dry run."""
     recipe = sized({**LARGE, **EQUAL}, ONE_RANK)
-    source, adapters, graph = describe(recipe)
-    drawn = make_loader(recipe, source, graph, adapters).batch(0)
-    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    shapes, counted = module_shapes(recipe, adapters), dry_run(recipe).work
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    drawn = resolved.loader().batch(0)
+    plan = resolved.plan(drawn.metas)
+    shapes, counted = resolved.shapes, dry_run(resolved).work
     modules = {}
     for name in graph.order:
         shape = shapes[name]
@@ -90,7 +88,7 @@ def measure(name: str, recipe: Recipe, place: Place) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         job = recipe.job.model_copy(update={"dump_folder": folder})
         world = hetmesh.init(device="cuda" if place.on_gpu else "cpu")
-        trainer = Trainer(recipe.model_copy(update={"job": job}), world)
+        trainer = Trainer(resolve(recipe.model_copy(update={"job": job})), world)
         plain = PlainLoop(recipe, 0, 1, device=world.device)
         seconds: dict[str, list[float]] = {loop: [] for loop in LOOPS}
         mfu, difference = [], 0.0

@@ -100,7 +100,7 @@ def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
     from hetmesh.models.split.whole_model import whole_model
     from hetmesh.models.weights.pretrained import Pretrained
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.resolve.describe import describe
+    from hetmesh.resolve.resolved import resolve
     from hetmesh.verify.self_check import _encoders
 
     try:
@@ -117,7 +117,7 @@ def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
         row["items"] = {at: type(call).__name__ for at, call in calls.items()}
         items = {at: apart(call, call.blank) for at, call in calls.items()}
         text = _recipe(path, items, whole.around)
-        adapters = describe(parse_recipe(text))[1]
+        adapters = resolve(parse_recipe(text)).adapters
         row["abilities"] = {
             key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
             for key in ("activation", "token_sharded", "use_packed")

@@ -217,16 +217,9 @@ class Assignment:
 
     def permuted(self, places: np.ndarray) -> Assignment:
         """Of the samples at `places`, in that order."""
-        return Assignment(
-            self.lanes,
-            self.microbatches,
-            self.microbatch[places],
-            self.lane[places],
-            self.deferred[places],
-            self.policy,
-            self.score,
-            tuple(each.permuted(places) for each in self.tried),
-        )
+        arrays = self.microbatch[places], self.lane[places], self.deferred[places]
+        tried = tuple(candidate.permuted(places) for candidate in self.tried)
+        return Assignment(self.lanes, self.microbatches, *arrays, self.policy, self.score, tried)
 
 
 def _sums(values: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:

@@ -18,33 +18,31 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
-from hetmesh.checkpoint.fit import check_fit, optional
-from hetmesh.checkpoint.frozen_tensors import FrozenFile, fingerprint_of, frozen_names
-from hetmesh.checkpoint.reading import opened, read_into
-from hetmesh.checkpoint.resume import RunState, saved_run
-from hetmesh.checkpoint.save_plan import SavePlans
-from hetmesh.checkpoint.saving import Content, PendingSave, SavePlace, cannot_write, file_names
-from hetmesh.checkpoint.staging import Staging, as_bytes
+from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
+from hetmesh.checkpoint.reading import gathered, read_index, read_into
+from hetmesh.checkpoint.resume import RunState, read_run_state
+from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
+from hetmesh.checkpoint.saving import PendingSave, SavePlace
+from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
 
 T = TypeVar("T")
 
-_PARTING = 30.0
-"""Seconds that ranks, on their way out after an error, wait for each other to complete a save."""
+_EXIT_TIMEOUT_S = 30.0
+"""Seconds that ranks that leave after an error wait for each other to complete a save."""
 
-_APPEARS = 60.0
-"""Seconds that a rank looks for a file of another machine: network file systems remember for a while what was not
-there."""
+_VISIBLE_TIMEOUT_S = 60.0
+"""Seconds until a rank sees a file of another machine: network file systems cache for a while that it is missing."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class CompleteSave:
     """A checkpoint that is complete.
 
     Attributes:
-        step: it holds the state after so many.
+        step: after which it holds the state.
         held_s: seconds that this rank could not train for it.
         time_s: seconds from the beginning of the save until this rank knew that it was complete.
     """
@@ -61,16 +59,16 @@ class Checkpointer:
     parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules and
     the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
+    Methods are collective, and a CheckpointError or RecipeError is the same on every rank, except for `steps`,
+    `take_saved`, `remove_old` and `close`.
+
     Args:
-        folder: where the step folders are.
-        keep_latest: delete older ones beyond that many; 0 keeps all.
+        folder: of the step folders.
+        keep_latest: delete older ones beyond that number; 0 keeps all.
         timeout: seconds that writing or reading one may take; the timeout of a step does not count meanwhile.
         asynchronous: `save` copies the state into memory of the host and returns; a thread writes it. `check` after
             each step, and `wait` before the run ends.
         frozen_once: parameters that are not trained are in a file that all checkpoints of this run share.
-
-    Attributes:
-        plans: who writes what.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Checkpointer:
         self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # that was waited for; it may still remove older ones
-        self._saving, self._saved = Saved(0, 0.0, 0.0), deque[Saved]()  # `time_s` of the one: when it began
+        self._saving, self._complete = CompleteSave(0, 0.0, 0.0), deque[CompleteSave]()  # `time_s`: when it began
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -97,30 +95,23 @@ class Checkpointer:
 
     def prepare(self) -> None:
         """Make the folder, see that every rank can write there and that it is one folder, and remove what killed saves
-        left. Collective; before hours of training.
-
-        Raises:
-            CheckpointError: they cannot, or it is not; on every rank.
-        """
-        told = f"checkpoints cannot be written to {self.folder}"
+        left: before hours of training. Raises CheckpointError."""
+        fails = f"checkpoints cannot be written to {self.folder}"
         with self.patience():
-            file = self._on_first(told, lambda: folders.probe(self.folder))
+            file = self._on_first(fails, lambda: folders.probe(self.folder))
         with self.patience(), self.world.waiting(f"whether all ranks can write to {self.folder}"):
-            problem = self._first_told(folders.unusable(file, self.world.rank, min(_APPEARS, self.timeout)))
+            problem = self._first_text(folders.unusable(file, self.world.rank, min(_VISIBLE_TIMEOUT_S, self.timeout)))
         if self.world.rank == 0:
             file.unlink(missing_ok=True)
         if problem:
-            raise CheckpointError(f"{told}: {problem}")
+            raise CheckpointError(f"{fails}: {problem}")
 
     def latest(self) -> int | None:
-        """The newest complete step, as rank 0 sees it, on every rank. Collective.
-
-        Raises:
-            CheckpointError: the folder cannot be read, or a newer checkpoint has lost its checksums; on every rank.
-        """
-        told = f"checkpoints in {self.folder} cannot be read"
-        chosen = self._on_first(told, lambda: folders.newest_step(self.folder))
-        return None if chosen < 0 else chosen
+        """The newest complete step, as rank 0 sees it. Raises CheckpointError: the folder cannot be read, or a newer
+        checkpoint has lost its checksums."""
+        fails = f"checkpoints in {self.folder} cannot be read"
+        step = self._on_first(fails, lambda: folders.newest_step(self.folder))
+        return None if step < 0 else step
 
     def save(
         self,
@@ -130,16 +121,16 @@ class Checkpointer:
         extra: Mapping[str, Any],
         elsewhere: frozenset[str] = frozenset(),
     ) -> Path:
-        """Write the state after `step` steps, once an earlier save is done. Collective.
+        """Write the state after `step` steps, once an earlier save is done; returns its folder.
 
-        It gets its name when all is on the disk: what a crash or a full disk leaves is never taken for a checkpoint.
-        Where saves are asynchronous that is later, and `check` or `wait` raise what goes wrong.
+        It gets its name when it is on the disk: what a crash or a full disk leaves is never taken for a checkpoint.
+        Where saves are asynchronous that is later, and `check` or `wait` raise errors.
 
         Args:
             elsewhere: modules whose parameters and buffers are left out; equal on every rank.
 
         Raises:
-            CheckpointError: it, or an earlier one, cannot be written; on every rank.
+            CheckpointError: it, or an earlier one, cannot be written.
         """
         self.wait()
         began = time.perf_counter()
@@ -148,20 +139,19 @@ class Checkpointer:
         with self.patience(), self.world.waiting(f"saving {path}"):
             entries = self.plans.share(state)
             try:
-                partial = self._on_first(cannot_write(path), lambda: folders.make_partial(path))
+                fails = f"checkpoint {path} cannot be written"
+                partial = self._on_first(fails, lambda: folders.make_partial(path))
             except CheckpointError as error:
                 self._abandon(None, str(error))
-            place = SavePlace(
-                path, partial, self.world.rank, self.world.size, self.plans.metadata, self.keep_latest, self.timeout
-            )
-        fixed = {f"model.{name}" for name in frozen_names(root)} if self.frozen_once else set()
-        changing = [entry for entry in entries if entry.index.fqn not in fixed]
-        frozen = [entry for entry in entries if entry.index.fqn in fixed]
+        rank, size, metadata = self.world.rank, self.world.size, self.plans.metadata
+        place = SavePlace(path, partial, rank, size, metadata, self.keep_latest, self.timeout)
+        names = {f"{MODEL}{name}" for name in frozen_names(root)} if self.frozen_once else set()
+        changing = [entry for entry in entries if entry.index.fqn not in names]
+        frozen = [entry for entry in entries if entry.index.fqn in names]
         fingerprint = fingerprint_of(frozen)
-        # Now, for who would write them later cannot: frozen experts are on their way to other ranks then.
-        linked = self._frozen.link(partial, path, file_names(self.world.rank)[1], fingerprint)
-        if linked:
-            frozen = []
+        # Now, since later these values may be gone: frozen experts move to other ranks.
+        linked = self._frozen.link(partial, path, f"__{rank}_1.distcp", fingerprint)
+        frozen = [] if linked else frozen
         if self.asynchronous:
             if frozen:  # once, and where there are no links
                 frozen = Staging(self.world.accelerator).copy(frozen)[0]
@@ -170,19 +160,19 @@ class Checkpointer:
             self.world.accelerator.synchronize()  # another thread reads what is computed here
             copies, ready = as_bytes(changing), self.world.accelerator.event()
             ready.record()
-        self._pending = PendingSave(place, Content(copies, frozen, linked, fingerprint, self._frozen), ready)
-        self._saving = Saved(step, time.perf_counter() - began, began)
+
+        def write() -> list[WrittenPart]:
+            written = write_file(partial / f"__{rank}_0.distcp", copies) if copies else []
+            return [*written, *linked, *self._frozen.write(partial, path, f"__{rank}_1.distcp", frozen, fingerprint)]
+
+        self._pending = PendingSave(place, write, ready)
+        self._saving = CompleteSave(step, time.perf_counter() - began, began)
         if not self.asynchronous:
             self.wait()
         return path
 
     def check(self) -> None:
-        """Raise what has gone wrong with a save that goes on beside training. Collective, while there is one; waits for
-        nothing but the other ranks' answer.
-
-        Raises:
-            CheckpointError: it cannot be written; on every rank.
-        """
+        """Raise the CheckpointError of a save beside training, if any; waits only for the other ranks' answer."""
         if self._pending is not None:
             state = [float(bool(self._pending.error)), float(self._pending.running)]
             failed, running = reduce_over_ranks(state, self.world)
@@ -190,60 +180,54 @@ class Checkpointer:
                 self.wait()
 
     def remove_old(self) -> None:
-        """Remove what an earlier start has left that was killed between naming a checkpoint and removing older ones."""
+        """Remove what an earlier start left that was killed between naming a checkpoint and removing older ones."""
         if self.world.rank == 0:
-            with contextlib.suppress(OSError):  # they are no harm
+            with contextlib.suppress(OSError):  # they do no harm
                 folders.remove_old(self.folder, self.keep_latest)
 
     def wait(self) -> None:
-        """Wait until a save that goes on beside training is complete. Collective.
-
-        Raises:
-            CheckpointError: it cannot be written, or takes longer than the timeout; on every rank.
-        """
+        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written, or takes longer
+        than the timeout."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         path, began = pending.place.path, time.perf_counter()
         with self.patience(), self.world.waiting(f"writing {path}"):
-            told = self._first_told(pending.wait_written())
-            told = told or self._first_told(pending.wait_named() if self.world.rank == 0 else "")
-            if told:
-                self._abandon(pending.place.partial if pending.give_up() else None, told)
+            error = self._first_text(pending.wait_written())
+            error = error or self._first_text(pending.wait_named() if self.world.rank == 0 else "")
+            if error:
+                self._abandon(pending.place.partial if pending.give_up() else None, error)
         self._last, saving, ended = pending, self._saving, time.perf_counter()
-        self._saved.append(Saved(saving.step, saving.held_s + ended - began, ended - saving.time_s))
+        self._complete.append(CompleteSave(saving.step, saving.held_s + ended - began, ended - saving.time_s))
 
-    def take_saved(self) -> Iterator[Saved]:
+    def take_saved(self) -> Iterator[CompleteSave]:
         """The checkpoints that have become complete since the last call."""
-        while self._saved:
-            yield self._saved.popleft()
+        while self._complete:
+            yield self._complete.popleft()
 
     def close(self) -> None:
-        """Let a save that goes on end, without other ranks, which may be gone: what an error is raised past. What does
-        not end is said on standard error; it is no checkpoint."""
+        """Wait for a save beside training without other ranks, which may be gone: after an error. A save that fails is
+        no checkpoint, and named on standard error."""
         pending, self._pending = self._pending, None
-        if pending is not None and (told := pending.leave(_PARTING)):
-            print(told, file=sys.stderr, flush=True)
+        if pending is not None and (error := pending.leave(_EXIT_TIMEOUT_S)):
+            print(error, file=sys.stderr, flush=True)
         elif pending is not None:
-            self._saved.append(replace(self._saving, time_s=time.perf_counter() - self._saving.time_s))
+            self._complete.append(replace(self._saving, time_s=time.perf_counter() - self._saving.time_s))
         if self._last is not None:
-            self._last.end(_PARTING)
+            self._last.end(_EXIT_TIMEOUT_S)
 
     def saved_run(self, step: int) -> RunState:
-        """What the checkpoint of `step` says about its run. Collective.
-
-        Raises:
-            CheckpointError: it cannot be read, or holds the state after another step.
-        """
+        """What the checkpoint of `step` says about its run. Raises CheckpointError: it cannot be read, or holds the
+        state after another step."""
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
-            found = saved_run(self.world, path)
-        found.check_name(path)
-        return found
+            run = read_run_state(self.world, path)
+        run.check_name(path)
+        return run
 
     @contextlib.contextmanager
     def _advising(self, step: int) -> Iterator[None]:
-        """For the body, which reads the checkpoint of `step`: its errors say how to go on."""
+        """Errors of the body, which reads the checkpoint of `step`, say how to go on."""
         try:
             yield
         except CheckpointError as error:
@@ -257,29 +241,26 @@ class Checkpointer:
         extra: Mapping[str, Any],
         elsewhere: frozenset[str] = frozenset(),
     ) -> dict[str, Any]:
-        """Read the state of `step` into modules and optimizers. Collective.
+        """Read the state of `step` into modules and optimizers; returns `extra` as it was saved.
 
         Args:
             elsewhere: modules that the checkpoint does not hold and that have their weights.
 
-        Returns:
-            `extra` as it was saved.
-
         Raises:
-            RecipeError: the checkpoint is of other modules or another optimizer; on every rank.
-            CheckpointError: it cannot be read, or bytes have changed since it was written; on every rank. Tensors may
-                have been overwritten then.
+            RecipeError: the checkpoint is of other modules or another optimizer.
+            CheckpointError: it cannot be read, or bytes have changed since it was written; tensors may have been
+                overwritten then.
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):
-            index = opened(self.world, path)
+            index = read_index(self.world, path)
             saved = index.saved
-            whole = self._state(root, optimizers, extra)
-            state = _without(elsewhere, whole)
+            everything = self._state(root, optimizers, extra)
+            state = _without(elsewhere, everything)
             state = {k: v for k, v in state.items() if k in saved or not optional(k, saved)}
             check_fit(self.world, path, state, saved)
             read_into(self.world, path, state, index)
-        root.load_state_dict(_under(whole | state, "model."))  # tensors are read in place
+        root.load_state_dict(_under(everything | state, MODEL))  # tensors are read in place
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
             with warnings.catch_warnings():  # torchtitan's scheduler asks torch's for its rate in a frowned-upon way
@@ -294,25 +275,21 @@ class Checkpointer:
         return _under(state, "extra.")
 
     def on_first_rank(self, fails: str, action: Callable[[], object]) -> None:
-        """Do `action` on rank 0, which may take as long as saving. Collective.
+        """Do `action` on rank 0, which may take as long as saving; its HetmeshError becomes a CheckpointError."""
 
-        Raises:
-            CheckpointError: whatever goes wrong with it; on every rank.
-        """
-
-        def told() -> None:
+        def checked() -> None:
             try:
                 action()
             except HetmeshError as error:
                 raise CheckpointError(f"{fails}: {error}") from error
 
         with self.patience():
-            self._on_first(fails, told)
+            self._on_first(fails, checked)
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """For the body, a rank waits for others as long as a checkpoint may take, and for the answer of one that gives
-        up then: disks are no stalled peers."""
+        """In the body a rank waits for others as long as a checkpoint may take, and for the answer of one that gives up
+        then: a slow disk is no stalled peer."""
         usual = self.world.timeout
         self.world.set_timeout(self.timeout + usual)
         try:
@@ -321,37 +298,36 @@ class Checkpointer:
             self.world.set_timeout(usual)
 
     def _on_first(self, fails: str, action: Callable[[], T]) -> T:
-        """What `action` gives on rank 0, on every rank. What goes wrong with it is the same error on every rank."""
-        found: list[Any] = ["", None]
+        """What `action` returns on rank 0, on every rank; its error is the same on every rank."""
+        error, result = "", None
         if self.world.rank == 0:
             try:
-                found[1] = action()
-            except CheckpointError as error:
-                found[0] = str(error)
-            except OSError as error:
-                found[0] = f"{fails}: {error}"
+                result = action()
+            except CheckpointError as problem:
+                error = str(problem)
+            except OSError as problem:
+                error = f"{fails}: {problem}"
         with self.world.waiting(f"rank 0 at {self.folder}"):
-            dist.broadcast_object_list(found, src=0, group=self._everyone)
-        if found[0]:
-            raise CheckpointError(found[0])
-        answer: T = found[1]
-        return answer
+            error, result = self._from_first((error, result))
+        if error:
+            raise CheckpointError(error)
+        return result  # type: ignore[return-value]
 
-    def _first_told(self, told: str) -> str:
+    def _from_first(self, value: T) -> T:
+        """`value` of rank 0, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.world.group(range(self.world.size)))
+        return values[0]
+
+    def _first_text(self, text: str) -> str:
         """The first rank's text that is not empty, on every rank."""
-        everybody: list[Any] = [None] * self.world.size
-        dist.all_gather_object(everybody, told, group=self._everyone)
-        return next(filter(None, everybody), "")
+        return next(filter(None, gathered(self.world, text)), "")
 
-    def _abandon(self, partial: Path | None, told: str) -> NoReturn:
-        """Remove what a failed save has written, and raise `told` on every rank, with what to do. Collective."""
-        hint = [""]
-        if self.world.rank == 0:
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
-            hint = [self._what_to_do()]
-        dist.broadcast_object_list(hint, src=0, group=self._everyone)
-        raise CheckpointError(f"{told}{hint[0]}")
+    def _abandon(self, partial: Path | None, error: str) -> NoReturn:
+        """Remove the files of a failed save, and raise `error` on every rank, with what to do. Collective."""
+        if self.world.rank == 0 and partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{error}{self._from_first(self._what_to_do() if self.world.rank == 0 else '')}")
 
     def _what_to_do(self) -> str:
         try:
@@ -361,16 +337,11 @@ class Checkpointer:
         newest = f"; the newest complete one is step-{steps[-1]}" if steps else ""
         return f"; {free} are free there: make room, or set job.dump_folder to another disk{newest}"
 
-    @property
-    def _everyone(self) -> dist.ProcessGroup | None:
-        return self.world.group(range(self.world.size))
-
     def _state(self, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = {f"model.{k}": v for k, v in root.state_dict().items()}
+        parts = [(MODEL, root.state_dict()), ("extra.", extra)]
         if optimizers is not None:
-            state |= {f"optimizer.{k}": v for k, v in optimizers[0].state_dict().items()}
-            state |= {f"lr_scheduler.{k}": v for k, v in optimizers[1].state_dict().items()}
-        state |= {f"extra.{k}": v for k, v in extra.items()}
+            parts[1:1] = zip(("optimizer.", "lr_scheduler."), (part.state_dict() for part in optimizers), strict=True)
+        state = {f"{prefix}{key}": value for prefix, values in parts for key, value in values.items()}
         state[f"random.{self.world.rank}.cpu"] = torch.get_rng_state()
         device, module = self.world.accelerator.device, self.world.accelerator.random_module
         if module is not None:
@@ -379,7 +350,7 @@ class Checkpointer:
 
 
 def _without(modules: frozenset[str], state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if not (k.startswith("model.") and k.split(".")[1] in modules)}
+    return {k: v for k, v in state.items() if not (k.startswith(MODEL) and module_of(k) in modules)}
 
 
 def _under(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:

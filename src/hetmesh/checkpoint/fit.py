@@ -1,55 +1,54 @@
-"""Whether a checkpoint is of the modules and optimizers at hand: names, shapes and types, and what differs in words."""
+"""Whether a checkpoint fits the modules and optimizers at hand: names, shapes and types; of weights of another run also
+which tensors are missing or left over, and adapters of another rank. Errors are the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.reading import gathered
+from hetmesh.checkpoint.resume import RunState, listed
 from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
 from hetmesh.errors import RecipeError
+from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 
-_SHOWN = 3  # differences that an error names
+MODEL = "model."
+"""Prefix of the names of parameters and buffers in a checkpoint."""
+
+_N_DIFFERENCES = 3  # that an error names
+_N_NAMES = 8  # in one message
 
 
 def check_fit(world: World, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective.
-
-    Raises:
-        RecipeError: they differ on some rank; the same on all, before anything is read.
-    """
-    everybody: list[Any] = [None] * world.size
-    with world.waiting(f"comparing {path} with the recipe"):
-        dist.all_gather_object(everybody, (set(state), differences(state, saved)), group=world.group(range(world.size)))
-    expected = set().union(*(keys for keys, _ in everybody))
-    wanted, held = _modules(expected), _modules(saved)
-    if wanted != held:
+    """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective. Raises RecipeError:
+    they differ on some rank; the same on all, before anything is read."""
+    by_rank = gathered(world, (set(state), differences(state, saved)), f"comparing {path} with the recipe")
+    keys = set().union(*(names for names, _ in by_rank))
+    expected, there = _modules(keys), _modules(saved)
+    if expected != there:
         raise RecipeError(
-            f"checkpoint {path} does not fit this recipe: it holds the modules {sorted(held)}, the recipe has "
-            f"{sorted(wanted)}"
+            f"checkpoint {path} does not fit this recipe: it holds the modules {sorted(there)}, the recipe has "
+            f"{sorted(expected)}"
         )
-    surplus = sorted(key for key in saved if key not in expected and not key.startswith("random."))
-    found = [*dict.fromkeys(d for _, some in everybody for d in some), *(f"{k} is not used" for k in surplus)]
-    if found:
-        shown = "; ".join(found[:_SHOWN])
-        more = len(found) - _SHOWN
-        raise RecipeError(
-            f"checkpoint {path} does not fit this recipe: {shown}" + (f" (and {more} more)" if more > 0 else "")
-        )
+    surplus = sorted(key for key in saved if key not in keys and not key.startswith("random."))
+    wrong = [*dict.fromkeys(text for _, texts in by_rank for text in texts), *(f"{key} is not used" for key in surplus)]
+    if wrong:
+        more = f" (and {len(wrong) - _N_DIFFERENCES} more)" if len(wrong) > _N_DIFFERENCES else ""
+        raise RecipeError(f"checkpoint {path} does not fit this recipe: {'; '.join(wrong[:_N_DIFFERENCES])}{more}")
 
 
 def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    newer = ("run", PROBES, PART_PROBES, PART_LENGTHS)
-    if key.startswith("random.") or key in [f"extra.{each}" for each in newer]:
+    if key.startswith("random.") or key in [f"extra.{name}" for name in ("run", PROBES, PART_PROBES, PART_LENGTHS)]:
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]
@@ -57,18 +56,18 @@ def optional(key: str, saved: Iterable[str]) -> bool:
 
 
 def differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What this rank needs and the checkpoint does not have like that, in words."""
-    found = []
+    """What this rank needs and the checkpoint lacks or has in another shape or dtype, in words."""
+    wrong = []
     for key, value in state.items():
         if key not in saved:
-            found.append(f"it lacks {key}")
+            wrong.append(f"it lacks {key}")
             continue
         entry = saved[key]
         was = (list(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         now = (list(value.shape), value.dtype) if isinstance(value, Tensor) else None
         if was != now:
-            found.append(f"{key} was {_described(was)} and is {_described(now)}")
-    return found
+            wrong.append(f"{key} was {_described(was)} and is {_described(now)}")
+    return wrong
 
 
 def _described(tensor: tuple[list[int], torch.dtype] | None) -> str:
@@ -76,4 +75,163 @@ def _described(tensor: tuple[list[int], torch.dtype] | None) -> str:
 
 
 def _modules(keys: Iterable[str]) -> set[str]:
-    return {key.split(".")[1] for key in keys if key.startswith("model.")}
+    return {module_of(key) for key in keys if key.startswith(MODEL)}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the modules of one rank need of a checkpoint.
+
+    Attributes:
+        state: what is read, by name in the checkpoint.
+        names: in the checkpoint, of all that the modules have, read or not.
+        excluded: those of `exclude_from_loading` that match something.
+        wrong: what the checkpoint does not have like that, in words.
+        lora: rank and alpha of the modules' adapters.
+    """
+
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
+    wrong: tuple[str, ...] = ()
+    lora: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, root: nn.Module, exclude: Sequence[str], saved: Mapping[str, Any], referred: Collection[str]) -> Needs:
+        """Of the modules under `root`, each tensor by the name that it has there, else by that without adapters.
+
+        Args:
+            referred: modules that the checkpoint does not hold.
+        """
+        lora = {name: found for name, module in root.named_children() if (found := _adapters(module))}
+        ranks, wrapped = _ranks(saved), {base_name(key) for key in saved if base_name(key) != key}
+        state: dict[str, Tensor] = {}
+        names, excluded, fitting = set(), set(), {}
+        for name, tensor in root.state_dict().items():
+            key = f"{MODEL}{name}" if f"{MODEL}{name}" in saved else f"{MODEL}{base_name(name)}"
+            names.add(key)
+            matching = {prefix for prefix in exclude if _within(name, prefix)}
+            excluded |= matching
+            if matching or (is_adapter(name) and key not in saved):  # new adapters start afresh
+                continue
+            state[key] = tensor
+            module = module_of(key)
+            other_rank = is_adapter(key) and ranks.get(module) != lora.get(module, (None,))[0]
+            absent = key not in saved and (key in wrapped or module in referred)
+            if not other_rank and not absent:  # of which `verdict` has more to say
+                fitting[key] = tensor
+        wrong = tuple(differences(fitting, saved))
+        return cls(state, frozenset(names), frozenset(excluded), wrong, lora)
+
+    def without_tensors(self) -> Needs:
+        """What other ranks are to know."""
+        return Needs({}, self.names, self.excluded, self.wrong, self.lora)
+
+
+def verdict(ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState) -> list[str]:
+    """Why a checkpoint that holds `saved` does not fit what all `ranks` need; empty if it does.
+
+    Args:
+        run: what the checkpoint says about its run.
+    """
+    names = frozenset().union(*(needs.names for needs in ranks))
+    lora = {name: rank_and_alpha for needs in ranks for name, rank_and_alpha in needs.lora.items()}
+    mine = {module_of(name) for name in names}
+    wrong = [*_of_adapters(names, lora, saved, run)]
+    for module in sorted(set(run.references) & mine - {module_of(k) for k in saved if k.startswith(MODEL)}):
+        if any(module_of(name) == module and not _excluded(name, exclude) for name in names):
+            place = run.references[module]["path"]
+            wrong.append(
+                f"it does not hold modules.{module}, which was frozen, but refers to {place}: give that as "
+                f"modules.{module}.initial_load_path, and name {module!r} in checkpoint.exclude_from_loading"
+            )
+    wrong += dict.fromkeys(text for needs in ranks for text in needs.wrong)
+    over: dict[str, list[str]] = {}
+    for key in saved:
+        if key.startswith(MODEL) and module_of(key) in mine and key not in names and not _excluded(key, exclude):
+            over.setdefault(module_of(key), []).append(key.removeprefix(MODEL))
+    for module, rest in sorted(over.items()):
+        layers = sorted({layer for name in rest if is_adapter(name) and (layer := _layer(name))})
+        if layers:
+            wrong.append(_adapters_over(module, layers, lora, _ranks(saved)))
+        if others := sorted(name for name in rest if _layer(name) not in layers):
+            wrong.append(
+                f"modules.{module} has no use for {len(others)} of its tensors: {listed(others, _N_NAMES)}; give the "
+                "module the config that it had, or name them, or what they are in, in checkpoint.exclude_from_loading"
+            )
+    return wrong
+
+
+def left_out(ranks: Iterable[Needs], exclude: Sequence[str], saved: Iterable[str]) -> list[str]:
+    """Modules of the checkpoint that no rank has and nobody has excluded."""
+    mine = {module_of(name) for needs in ranks for name in needs.names}
+    return sorted({module_of(k) for k in saved if k.startswith(MODEL) and not _excluded(k, exclude)} - mine)
+
+
+def unused(ranks: Iterable[Needs], exclude: Sequence[str], saved: Iterable[str]) -> list[str]:
+    """Those of `exclude` that match neither a tensor of the modules nor one of the checkpoint."""
+    rest = set(exclude).difference(*(needs.excluded for needs in ranks))
+    return sorted(rest - {prefix for key in saved if rest for prefix in rest if _excluded(key, [prefix])})
+
+
+def module_of(key: str) -> str:
+    """Whose tensor `model.<module>.<name>` is."""
+    return key.split(".")[1]
+
+
+def _excluded(key: str, exclude: Iterable[str]) -> bool:
+    return key.startswith(MODEL) and any(_within(key.removeprefix(MODEL), prefix) for prefix in exclude)
+
+
+def _within(name: str, prefix: str) -> bool:
+    return any(key == prefix or key.startswith(f"{prefix}.") for key in (name, base_name(name)))
+
+
+def _adapters(module: nn.Module) -> tuple[int, float] | None:
+    """Rank and alpha of a module's adapters, which all have the same."""
+    layers: Iterable[Any] = (layer for layer in module.modules() if ADAPTER in getattr(layer, "lora_alpha", ()))
+    return next(((layer.r[ADAPTER], float(layer.lora_alpha[ADAPTER])) for layer in layers), None)
+
+
+def _ranks(saved: Mapping[str, Any]) -> dict[str, int]:
+    """Of the adapters in a checkpoint, by module."""
+    entries = ((k, e) for k, e in saved.items() if k.startswith(MODEL) and ".lora_A." in k)
+    return {module_of(k): e.size[0] for k, e in entries if isinstance(e, TensorStorageMetadata) and len(e.size)}
+
+
+def _layer(name: str) -> str:
+    """The linear layer that a tensor of an adapter, or one beside an adapter, belongs to; empty for others."""
+    for part in (".lora_A.", ".lora_B.", ".base_layer."):
+        if part in name:
+            return name.partition(part)[0]
+    return ""
+
+
+def _of_adapters(
+    names: Iterable[str], lora: Mapping[str, tuple[int, float]], saved: Mapping[str, Any], run: RunState
+) -> Iterable[str]:
+    """In what adapters that are read differ from those of the run."""
+    there = _ranks(saved)
+    for module in sorted({module_of(n) for n in names if is_adapter(n) and n in saved} & lora.keys()):
+        rank, alpha = lora[module]
+        if rank != there.get(module):
+            yield f"modules.{module}.lora.rank = {rank}: its adapters have rank {there.get(module)}; write that"
+        was: Any = run.recipe
+        for key in ("modules", module, "lora", "alpha"):
+            was = was.get(key) if isinstance(was, Mapping) else None
+        if isinstance(was, int | float) and was != alpha:
+            yield (
+                f"modules.{module}.lora.alpha = {alpha:g}: its adapters were trained with {was:g}, and would count "
+                "otherwise; write that"
+            )
+
+
+def _adapters_over(
+    module: str, layers: Sequence[str], lora: Mapping[str, tuple[int, float]], ranks: Mapping[str, int]
+) -> str:
+    here = "other target_modules" if module in lora else "no adapters"
+    return (
+        f"it has adapters (LoRA) of rank {ranks.get(module)} beside {len(layers)} layers of modules.{module}, which "
+        f"has {here} there ({listed(layers, 3)}): give it the modules.{module}.lora that the run had, or merge them "
+        f"first (hetmesh export RUN DIR) and start from DIR (model.hf_path, or modules.{module}.initial_load_path)"
+    )

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.initial_fit import MODEL, Needs, left_out, module_of, unused, verdict
-from hetmesh.checkpoint.reading import opened, read_into
-from hetmesh.checkpoint.resume import RUN, RunState
+from hetmesh.checkpoint.fit import MODEL, Needs, left_out, module_of, unused, verdict
+from hetmesh.checkpoint.reading import gathered, read_index, read_into
+from hetmesh.checkpoint.resume import RunState, read_run_state
+from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
+from hetmesh.models.weights.build import build_on_meta
 from hetmesh.parallel.apply import Root
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.records.checkpoint_folders import check_complete
-
-T = TypeVar("T")
+from hetmesh.resolve.modules import empty_module
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 KEY = "checkpoint.initial_load_path"
-_SHOWN = 8  # names in one message
+_N_NAMES = 8  # in one message
 
 
 def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence[str] = ()) -> None:
     """Read the parameters and buffers of this rank's modules from the DCP checkpoint at `path`. Collective.
 
     Adapters (LoRA) that the checkpoint does not have start afresh; their layers find the weights they had before.
-    Modules that only the checkpoint has are left there, which rank 0 says.
+    Modules that only the checkpoint has are left out, with a note on rank 0.
 
     Args:
         exclude: modules, or prefixes of parameter names, that keep the weights they have, or stay in the checkpoint.
@@ -41,32 +42,49 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     check_complete(path, KEY)
-    index = opened(world, path)
-    about: dict[str, Any] = {RUN: ""}
-    if RUN in index.saved:
-        read_into(world, path, about, index)
-    run = RunState.of(about[RUN])
+    index = read_index(world, path)
+    run = read_run_state(world, path, index)
     needs = Needs.of(root, exclude, index.saved, run.references)
-    ranks = _gathered(world, needs.without_tensors(), f"comparing {path} with the recipe")
-    for note in judged(path, ranks, exclude, index.saved, run):
+    ranks = gathered(world, needs.without_tensors(), f"comparing {path} with the recipe")
+    for note in _notes(path, ranks, exclude, index.saved, run):
         if world.rank == 0:
             print(note, flush=True)
     state = dict(needs.state)  # in place: these are the parameters
     copies = _second_names(state)
     read_into(world, path, state | {second: copy for _, second, copy in copies}, index)
     apart = [_untied(first, second) for first, second, copy in copies if not _equal(state[first], copy)]
-    told_by = _gathered(world, apart, f"weights of {path} with two names")
-    _refuse(path, [*dict.fromkeys(text for some in told_by for text in some)])
+    by_rank = gathered(world, apart, f"weights of {path} with two names")
+    _refuse(path, [*dict.fromkeys(text for texts in by_rank for text in texts)])
 
 
-def judged(
-    path: Path, ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState
-) -> list[str]:
-    """What is worth a note of a checkpoint that holds `saved` and fits what all `ranks` need.
+def check_initial_weights(resolved: ResolvedRecipe) -> list[str]:
+    """Compare names, shapes and dtypes in `[checkpoint] initial_load_path` with those of the recipe's modules, in one
+    process that reads no weights. Modules that cannot be built without memory are not compared, nor are values of
+    weights that are tied here.
+
+    Returns:
+        Notes on what is not used.
 
     Raises:
-        RecipeError: it does not, or `exclude` matches nothing.
+        RecipeError: it does not fit.
+        CheckpointError: it cannot be read.
     """
+    recipe, adapters = resolved.recipe, resolved.adapters
+    path, exclude = Path(str(recipe.checkpoint.initial_load_path)), recipe.checkpoint.exclude_from_loading
+    known = {name: adapter for name, adapter in adapters.items() if build_on_meta(adapter) is not None}
+    root = Root((name, empty_module(recipe, adapter, name)) for name, adapter in known.items())
+    unknown = adapters.keys() - known.keys()
+    run = SavedRun(recipe, path, resolved)
+    saved = {k: e for k, e in run.index.saved.items() if not (k.startswith(MODEL) and module_of(k) in unknown)}
+    rest = tuple(prefix for prefix in exclude if prefix.partition(".")[0] not in unknown)
+    return _notes(path, [Needs.of(root, rest, saved, run.state.references)], rest, saved, run.state)
+
+
+def _notes(
+    path: Path, ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState
+) -> list[str]:
+    """Notes on a checkpoint that holds `saved` and fits what all `ranks` need. Raises RecipeError: it does not, or
+    `exclude` matches nothing."""
     if free := unused(ranks, exclude, saved):
         raise RecipeError(
             f"checkpoint.exclude_from_loading: {free} match no module and no parameter, of the recipe or of {path}"
@@ -76,43 +94,34 @@ def judged(
     return [f"{KEY}: {path} also holds {', '.join(names)}, which this recipe does not have"] if names else []
 
 
-def _gathered(world: World, value: T, doing: str) -> list[T]:
-    """Of every rank. Collective."""
-    everybody: list[Any] = [None] * world.size
-    with world.waiting(doing):
-        dist.all_gather_object(everybody, value, group=world.group(range(world.size)))
-    return everybody
-
-
 def _refuse(path: Path, wrong: Sequence[str]) -> None:
     if wrong:
-        more = f" (and {len(wrong) - _SHOWN} more)" if len(wrong) > _SHOWN else ""
-        raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_SHOWN])}{more}")
+        more = f" (and {len(wrong) - _N_NAMES} more)" if len(wrong) > _N_NAMES else ""
+        raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_N_NAMES])}{more}")
 
 
 def _second_names(state: Mapping[str, Tensor]) -> list[tuple[str, str, Tensor]]:
-    """Of every tensor of `state` with several names (tied weights): the first one, a further one, and memory for what a
+    """Of every tensor of `state` with several names (tied weights): the first name, another one, and memory for what a
     checkpoint has under that, which is another value where nothing was tied."""
     firsts: dict[tuple[int, torch.Size], str] = {}
-    found = []
+    seconds = []
     for name, tensor in state.items():
         part = local_part(tensor)
         if part.numel():
             first = firsts.setdefault((part.data_ptr(), part.shape), name)
             if first != name:
-                found.append((first, name, torch.empty_like(tensor)))
-    return found
+                seconds.append((first, name, torch.empty_like(tensor)))
+    return seconds
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether this rank's parts are equal bit by bit."""
-    first, second = (local_part(each).flatten().view(torch.uint8) for each in (one, other))
-    return torch.equal(first, second)
+    return torch.equal(*(local_part(tensor).flatten().view(torch.uint8) for tensor in (one, other)))
 
 
-def _untied(*keys: str) -> str:
+def _untied(first: str, second: str) -> str:
     return (
-        f"{' and '.join(key.removeprefix(MODEL) for key in keys)} are one here (tied) and two there: set "
-        f"modules.{module_of(keys[0])}.config.tie_word_embeddings = false, or name the one to leave out in "
+        f"{first.removeprefix(MODEL)} and {second.removeprefix(MODEL)} are one here (tied) and two there: set "
+        f"modules.{module_of(first)}.config.tie_word_embeddings = false, or name the one to leave out in "
         "checkpoint.exclude_from_loading"
     )

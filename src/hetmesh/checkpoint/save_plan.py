@@ -1,10 +1,14 @@
-"""Which rank writes what of a checkpoint: made once by all ranks, and again only when the names or shapes change."""
+"""What each rank writes of a checkpoint: the plan, which all ranks make again only when names or shapes change, and
+copies in host memory that stays from save to save, so that training can go on."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -12,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.boundary.accelerator import Accelerator, Event
 from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.errors import CheckpointError
 
@@ -40,11 +45,8 @@ class SavePlans:
         self.made = 0
 
     def share(self, state: dict[str, Any]) -> list[SavedEntry]:
-        """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective.
-
-        Raises:
-            CheckpointError: what the ranks have does not fit together; on every rank.
-        """
+        """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective. Raises
+        CheckpointError: what the ranks have does not fit together; on every rank."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self._world.rank == 0)
         saved = {name: _kind(value) for name, value in planner.state_dict.items()}
@@ -54,8 +56,8 @@ class SavePlans:
         return [SavedEntry(index, planner.lookup_object(index)) for index in self._mine]
 
     def _make(self, planner: DefaultSavePlanner) -> list[MetadataIndex]:
-        rank, size, group = self._world.rank, self._world.size, self._world.group(range(self._world.size))
-        plans: list[Any] | None = [None] * size if rank == 0 else None
+        size, group = self._world.size, self._world.group(range(self._world.size))
+        plans: list[Any] | None = [None] * size if self._world.rank == 0 else None
         shares: list[Any] | None = None
         mine: list[Any] = [None]
         self._saved = None
@@ -68,11 +70,11 @@ class SavePlans:
                 except ValueError as error:
                     shares = [str(error)] * size
             dist.scatter_object_list(mine, shares, src=0, group=group)
-        if isinstance(mine[0], str):
-            raise CheckpointError(f"what the ranks hold is no checkpoint: {mine[0]}")
+        (indices,) = mine
+        if isinstance(indices, str):
+            raise CheckpointError(f"what the ranks hold is no checkpoint: {indices}")
         self.made += 1
-        found: list[MetadataIndex] = mine[0]
-        return found
+        return list(indices)
 
 
 def _kind(value: Any) -> Any:
@@ -80,3 +82,54 @@ def _kind(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.shape, value.dtype, value.placements, value.device_mesh
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
+
+
+class Staging:
+    """Memory for one save at a time, as much as this rank writes; pinned where tensors come from a device."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._buffers: dict[MetadataIndex, Tensor] = {}
+
+    @torch.no_grad()
+    def copy(self, entries: Sequence[SavedEntry]) -> tuple[list[SavedEntry], Event]:
+        """Copies of `entries`, and the event after which those of a device's tensors are there; what the device does
+        from here on comes after them, and may change the originals. Copies of an earlier call are overwritten."""
+        tensors = {entry.index: entry.value.detach() for entry in entries if isinstance(entry.value, Tensor)}
+        self._buffers = {index: self._buffer(index, tensor) for index, tensor in tensors.items()}
+        if tensors:
+            torch._foreach_copy_(list(self._buffers.values()), list(tensors.values()), non_blocking=True)
+        event = self._accelerator.event()
+        event.record()
+        return as_bytes(SavedEntry(e.index, self._buffers.get(e.index, e.value)) for e in entries), event
+
+    def _buffer(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(index)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            return buffer
+        if tensor.device.type == "cpu":
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return self._accelerator.empty_pinned(tensor.contiguous())
+
+
+def as_bytes(entries: Iterable[SavedEntry]) -> list[SavedEntry]:
+    """`entries` with the bytes of those that are no tensors, which may change once training goes on. Equal ones are
+    pickled once: options of optimizers are thousands, nearly all alike."""
+    known: dict[Any, bytes] = {}
+
+    def pickled(index: MetadataIndex, value: Any) -> bytes:
+        key = (type(value), repr(value)) if is_plain(value) else index
+        if key not in known:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            known[key] = stream.getvalue()
+        return known[key]
+
+    return [e if isinstance(e.value, Tensor) else SavedEntry(e.index, pickled(e.index, e.value)) for e in entries]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `value` cannot change, and its `repr` tells it from all others of its type."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

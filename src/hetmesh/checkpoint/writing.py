@@ -1,17 +1,18 @@
-"""Writing a checkpoint: files with checksums of what goes into them, what each rank wrote, and DCP's index of all."""
+"""Writing a checkpoint: files with checksums of what goes into them, a file of parameters that nobody trains, which is
+linked into every later checkpoint, what each rank wrote, and DCP's index of all."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
@@ -21,10 +22,16 @@ from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.files import from_json, read_file
 from hetmesh.records.checksums import SavedPart, Sum
 
+Fingerprint = tuple[int, ...]
+
+_WORDS = 1 << 17  # of 8 bytes, at a time: what fits into a cache
+# Odd, with as many ones as zeros: 2 ** 64 over the golden ratio, and the factors of splitmix64. All is modulo 2 ** 64.
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """Where an entry is: which one, the bytes of which file, and their checksum."""
+    """An entry that is written: DCP's index of it, the bytes of a file, and their checksum."""
 
     index: MetadataIndex
     part: SavedPart
@@ -32,7 +39,7 @@ class WrittenPart:
 
 
 class _Summed:
-    """A stream that counts and sums up what passes through it."""
+    """A stream that counts the bytes that pass through it and computes their checksum."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.length, self.hash = raw, 0, xxhash.xxh3_64()
@@ -56,15 +63,9 @@ class _Summed:
 
 
 def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
-    """Write `entries` into a file, to the disk, in the format of DCP: each as `torch.save` does.
-
-    Args:
-        entries: tensors, and the bytes of all else.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    found = []
+    """Write tensors, and the bytes of all else, into a file and to the disk, in DCP's format: each as torch.save does.
+    Raises OSError."""
+    written = []
     with open(path, "wb") as raw, without_zip_checksums():
         stream = _Summed(raw)
         try:
@@ -72,51 +73,115 @@ def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
                 offset = raw.tell()
                 stream.begin()
                 if isinstance(entry.value, Tensor):
-                    _save_tensor(entry.value, stream)
+                    tensor = entry.value.detach().cpu().contiguous()
+                    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                        tensor = tensor.clone()  # of a view, only what is seen is saved
+                    torch.save(tensor, cast(IO[bytes], stream))
                 else:
                     stream.write(entry.value)
                 part = SavedPart(path.name, offset, stream.length, entry.index.fqn)
-                found.append(WrittenPart(entry.index, part, stream.hash.hexdigest()))
+                written.append(WrittenPart(entry.index, part, stream.hash.hexdigest()))
         except Exception as error:
             raise stream.error or error from error
         raw.flush()
         os.fsync(raw.fileno())
-    return found
+    return written
 
 
-def _save_tensor(tensor: Tensor, stream: _Summed) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()  # of a view, only what is seen is saved
-    torch.save(tensor, cast(IO[bytes], stream))  # all that it needs of one
+def frozen_names(root: nn.Module) -> set[str]:
+    """Names of the parameters of `root` that are not trained."""
+    return {name for name, p in root.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+class FrozenFile:
+    """A rank's file of what does not change from one checkpoint of a run to the next.
+
+    A hard link makes it part of each, so that every folder is complete, may be copied or deleted by itself, and the
+    bytes are on the disk once. A file system without links gets a copy in each. Values that have changed all the same
+    (a moving average, a codebook) are written again: their fingerprint shows it, since torch counts no changes of
+    DTensors nor through `.data`.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Path, Fingerprint, list[WrittenPart]] | None = None
+
+    def link(self, partial: Path, final: Path, name: str, fingerprint: Fingerprint) -> list[WrittenPart]:
+        """Make the file `name` in the folder `partial`, which will be called `final`, a link to that of an earlier
+        checkpoint with the same `fingerprint`. Returns what is in it; nothing where it must be written."""
+        if self._last is None or self._last[1] != fingerprint:
+            return []
+        try:
+            os.link(self._last[0], partial / name)
+        except OSError:  # the checkpoint is gone, or the file system knows no links
+            return []
+        self._last = (final / name, *self._last[1:])
+        return self._last[2]
+
+    def write(
+        self, partial: Path, final: Path, name: str, entries: Sequence[SavedEntry], fingerprint: Fingerprint
+    ) -> list[WrittenPart]:
+        """Write `entries`, whose fingerprint is `fingerprint`, to it. Raises OSError."""
+        if not entries:
+            return []
+        written = write_file(partial / name, entries)
+        self._last = (final / name, fingerprint, written)
+        return written
+
+
+@torch.no_grad()
+def fingerprint_of(entries: Sequence[SavedEntry]) -> Fingerprint:
+    """A number of 64 bits for the bytes of each tensor: the sum of its words, each mixed with its place, much as
+    splitmix64 mixes its state (Steele, Lea and Flood, 2014). Computed on the tensors' device, several times faster than
+    a copy; the host waits for it."""
+    tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
+    places: dict[torch.device, Tensor] = {}
+    sums: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device not in places:
+            places[tensor.device] = torch.arange(_WORDS, device=tensor.device).mul_(_STEP)
+        sums.setdefault(tensor.device, []).append(_sum(tensor, places[tensor.device]))
+    numbers = {device: iter(torch.stack(of_device).tolist()) for device, of_device in sums.items()}
+    return tuple(next(numbers[tensor.device]) for tensor in tensors)
+
+
+def _sum(tensor: Tensor, places: Tensor) -> Tensor:
+    """The sum of the mixed words of a tensor: int64, a scalar where it lies."""
+    total = places.new_zeros(())
+    for piece in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * _WORDS):
+        if piece.numel() % 8 or piece.storage_offset() % 8:  # no whole words, or none that begin where words may
+            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % 8))
+        words = piece.view(torch.int64)
+        mixed = (words ^ places[: len(words)]).mul_(_FIRST)
+        mixed = mixed.bitwise_xor_(mixed >> 32).mul_(_SECOND)
+        total = total * _STEP + mixed.bitwise_xor_(mixed >> 32).sum()
+    return total
 
 
 def report_name(rank: int) -> str:
-    """The file in which a rank says what it has written; it is there when all of that is on the disk."""
+    """The file that lists what a rank has written; it exists once all of that is on the disk."""
     return f"__{rank}.written"
 
 
 def write_report(folder: Path, rank: int, written: Iterable[WrittenPart]) -> None:
-    """Say what `rank` has written in `folder`: all of it or nothing. Raises OSError."""
-    lines = []
-    for each in written:
-        index, part = each.index, each.part
-        offset = None if index.offset is None else list(index.offset)
-        lines.append([index.fqn, offset, index.index, part.file, part.offset, part.length, each.checksum])
+    """Write the report of `rank`, whole or not at all. Raises OSError."""
+    lines = [
+        [w.index.fqn, w.index.offset and list(w.index.offset), w.index.index, *astuple(w.part)[:3], w.checksum]
+        for w in written
+    ]
     temporary = folder / (report_name(rank) + ".part")
     temporary.write_text(json.dumps(lines), encoding="utf-8")
     os.replace(temporary, folder / report_name(rank))
 
 
 def take_report(folder: Path, rank: int) -> list[WrittenPart]:
-    """What `rank` said; the file is removed. Raises OSError."""
+    """Read the report of `rank` and remove the file. Raises OSError."""
     file = folder / report_name(rank)
-    found = [
-        WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), crc)
-        for name, offset, number, where, start, length, crc in from_json(read_file(file))
+    written = [
+        WrittenPart(MetadataIndex(name, offset, number), SavedPart(where, start, length, name), checksum)
+        for name, offset, number, where, start, length, checksum in from_json(read_file(file))
     ]
     file.unlink()
-    return found
+    return written
 
 
 def write_index(folder: Path, metadata: Metadata, written: Iterable[WrittenPart]) -> None:

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from hetmesh.errors import HetmeshError, RecipeError
+from hetmesh.errors import HetmeshError, RecipeError, UsageError
 
 VERBS: Mapping[str, str] = {
     "init": "write a first recipe for a Hugging Face directory, its layout chosen by the planner",
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except HetmeshError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USAGE_ERROR if isinstance(error, RecipeError) else FAILURE
+        return USAGE_ERROR if isinstance(error, RecipeError | UsageError) else FAILURE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -28,11 +28,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Balance the batches in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
-    from hetmesh.report.balance_picture import save_balance
-    from hetmesh.report.balance_text import balance_text
+    from hetmesh.report.balance_text import balance_text, save_balance
     from hetmesh.report.balance_view import balance_view
+    from hetmesh.resolve.resolved import resolve
 
-    view = balance_view(recipe, lengths=args.lengths, batches=args.batches, machine=args.machine, profile=args.profile)
+    given = {"machine": args.machine, "profile": args.profile}
+    view = balance_view(resolve(recipe), lengths=args.lengths, batches=args.batches, **given)
     if args.png:
         save_balance(view, args.png)
     print(to_json(view.as_json(), indent=2) if args.json else balance_text(view))

@@ -12,6 +12,7 @@ from hetmesh.recipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
     from hetmesh.data.source import Source
+    from hetmesh.resolve.resolved import ResolvedRecipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,19 +29,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check the recipe and print what it describes."""
     with _collection_paused():
         recipe = load_recipe(args.recipe, overrides)
-        lines = checked(recipe)
-    for line in lines:
-        print(line)
+        resolved, lines = checked(recipe)
+    print("\n".join(lines))
     if recipe.model.hf_path is not None:
-        from hetmesh.resolve.describe import describe
-        from hetmesh.resolve.expansion import expansion
+        from hetmesh.resolve.summary import expansion
 
         print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
-        print("\n".join(f"  {line}" for line in expansion(recipe, describe(recipe)[1])))
+        print("\n".join(f"  {line}" for line in expansion(resolved)))
     if args.weights:
         from hetmesh.verify.self_check_process import compare
 
-        print(*compare(recipe), sep="\n", flush=True)
+        print(*compare(resolved), sep="\n", flush=True)
     print("ok")
     return 0
 
@@ -58,8 +57,8 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def checked(recipe: Recipe, files: bool = True) -> list[str]:
-    """The summary of `recipe`, after every check that one process can make.
+def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[str]]:
+    """The recipe resolved, and its summary, after every check that one process can make.
 
     Args:
         files: whether to look for the files that samples name.
@@ -69,43 +68,40 @@ def checked(recipe: Recipe, files: bool = True) -> list[str]:
     """
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable
-    from hetmesh.resolve.describe import check_first_batch, describe
-    from hetmesh.resolve.held_out import held_out_source
-    from hetmesh.resolve.media_files import check_media_files, in_order_of_training
     from hetmesh.resolve.refusals import check_run
+    from hetmesh.resolve.resolved import check_first_batch, resolve
+    from hetmesh.resolve.samples import check_media_files, held_out_source, in_order_of_training
     from hetmesh.resolve.summary import summary
-    from hetmesh.resolve.user_plans import uncompared_plans
 
-    refusals, adapters, source, held_out = Refusals(), None, None, None
+    refusals, resolved, held_out = Refusals(), None, None
     notes: list[str] = []
     with refusals.collect():
-        source, adapters, graph = describe(recipe)
-        check_first_batch(recipe, source, graph, adapters)
+        resolved = resolve(recipe)
+        check_first_batch(resolved)
     with refusals.collect():
         check_run(recipe)
-    if adapters is not None:  # without a source there are no splits either
+    if resolved is not None:  # without a source there are no splits either
         with refusals.collect():
             held_out = held_out_source(recipe)
-    if adapters is not None and recipe.checkpoint.initial_load_path and resumable(recipe) is None and not refusals.said:
-        from hetmesh.checkpoint.initial_check import check_initial_weights
+    if resolved is not None and recipe.checkpoint.initial_load_path and resumable(recipe) is None and not refusals.said:
+        from hetmesh.checkpoint.initial_load import check_initial_weights
 
         with refusals.collect():
-            notes += check_initial_weights(recipe, adapters)
-    if source is not None and files:
+            notes += check_initial_weights(resolved)
+    if resolved is not None and files:
         with refusals.collect():
-            notes += check_media_files(recipe, source, in_order_of_training(recipe, source))
+            notes += check_media_files(recipe, resolved.source, in_order_of_training(recipe, resolved.source))
     if held_out is not None and files:
         with refusals.collect():
             count = recipe.validation.samples or len(held_out)
             notes += check_media_files(recipe, held_out, range(count), "validation ")
     refusals.finish()
-    assert adapters is not None
-    assert source is not None
-    notes = [*uncompared_plans(recipe, adapters, source.vocab_size), *notes, *_notes(source)]
-    return [*summary(recipe, adapters), *(f"note: {note}" for note in notes)]
+    assert resolved is not None
+    notes = [*resolved.notes, *notes, *_notes(resolved.source)]
+    return resolved, [*summary(resolved), *(f"note: {note}" for note in notes)]
 
 
-def _notes(source: Source | None) -> list[str]:
+def _notes(source: Source) -> list[str]:
     """What sources say of themselves, each once."""
     from hetmesh.data.mixture import MixtureSource
 

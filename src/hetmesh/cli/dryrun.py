@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     if args.rank != "all" and not args.rank.isdecimal():
         raise RecipeError(f"--rank {args.rank}: give a number, or all")
-    from hetmesh.dryrun.dry_runs import dry_runs
+    from hetmesh.dryrun.dry_run import dry_runs
     from hetmesh.files import to_json
     from hetmesh.report.dry_run_text import dry_run_json, dry_run_lines
 

@@ -22,8 +22,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
     from hetmesh.report import as_text, explain, save_picture
+    from hetmesh.resolve.resolved import resolve
 
-    view = explain(recipe, args.machine)
+    view = explain(resolve(recipe), args.machine)
     if args.png:
         save_picture(view, args.png)
     if args.json:

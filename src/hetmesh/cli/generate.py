@@ -79,9 +79,11 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.in_memory import MemorySource
     from hetmesh.inference.generate import prompt_source
 
-    asker = prompt_source(model.source, model.recipe)
+    asker = prompt_source(model.resolved.source, model.resolved.recipe)
     sample = asker.prompt(args.question, args.media or ())
-    source = MemorySource([sample], model.source.vocab_size, model.source.placeholders, model.source.pad_id)
+    source = MemorySource(
+        [sample], model.resolved.source.vocab_size, model.resolved.source.placeholders, model.resolved.source.pad_id
+    )
     answer = asker.decode(_tokens(model, source, 0, args))
     if not answer and not args.media and source.placeholders:
         option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
@@ -92,11 +94,11 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.continued import answer_start
     from hetmesh.data.source import QuestionSource
-    from hetmesh.resolve.held_out import held_out_source
+    from hetmesh.resolve.samples import held_out_source
 
-    if not model.recipe.validation.enable:
+    if not model.resolved.recipe.validation.enable:
         raise RecipeError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")
-    source = held_out_source(model.recipe)
+    source = held_out_source(model.resolved.recipe)
     if source is None:
         raise RecipeError("--sample: the recipe's data have no validation split; ask a question")
     index = args.sample
@@ -118,9 +120,9 @@ def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namesp
     from hetmesh.data.end_tokens import end_tokens
     from hetmesh.inference.generate import answer_tokens
 
-    ends = end_tokens(model.source, model.recipe)
+    ends = end_tokens(model.resolved.source, model.resolved.recipe)
     most, temperature, seed = args.max_new_tokens, args.temperature, args.seed
-    said = list(answer_tokens(model, source, index, most=most, ends=ends, temperature=temperature, seed=seed))
+    said = list(answer_tokens(model, source, index, max_tokens=most, ends=ends, temperature=temperature, seed=seed))
     if len(said) == most and said[-1] not in ends:
         print(f"note: stopped after {most} tokens (--max-new-tokens)", file=sys.stderr)
     return said
@@ -128,5 +130,5 @@ def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namesp
 
 def _text(model: OneProcess, tokens: Sequence[int]) -> str:
     """Tokens as text where the source can tell, else as numbers."""
-    decode = getattr(model.source, "decode", None)
+    decode = getattr(model.resolved.source, "decode", None)
     return " ".join(map(str, tokens)) if decode is None else decode(tokens)

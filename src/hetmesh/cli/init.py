@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     data = None if args.data is None else find_conversations(args.data, folder)
     found = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
     text = starter_text(found)
-    for line in checked(parse_recipe(text)):
+    for line in checked(parse_recipe(text))[1]:
         if line.startswith("note: "):  # of samples that it leaves out, say
             print(line, file=sys.stderr)
     if args.write is None:

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         recipe_macro_batch,
         recipe_problem,
     )
+    from hetmesh.resolve.resolved import resolve
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
     fixed: dict[str, object] = {}
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if fixed.setdefault(key, value) != value:
             raise RecipeError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
+    resolved = resolve(recipe)
     problem = recipe_problem(
-        recipe, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory, profile=args.profile
+        resolved, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory, profile=args.profile
     )
-    macro = recipe_macro_batch(recipe, problem)
+    macro = recipe_macro_batch(resolved, problem)
     batches = batches_to_simulate(macro, problem.global_batch_size)
     found = search(problem, shown=args.shown, batches=batches)
     seconds = time.perf_counter() - started
@@ -95,7 +97,7 @@ def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
     """The simulated step of the best layout of each placement, all on one axis of time."""
     from hetmesh.planner import timeline
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.gantt_text import gantt_text, headline
+    from hetmesh.report.timeline_text import gantt_text, headline
 
     steps = {name: timeline(problem, best[0].plan) for name, best in found.best.items() if best}
     if args.png:

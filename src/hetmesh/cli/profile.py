@@ -25,12 +25,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from hetmesh.errors import LaunchError
     from hetmesh.files import to_json, writing
+    from hetmesh.resolve.resolved import resolve
     from hetmesh.training.profile import profile_recipe
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError("--device cuda: this machine has no GPU that torch can use; valid is cpu")
-    profile = profile_recipe(recipe, seconds=args.seconds, device=device)
+    profile = profile_recipe(resolve(recipe), seconds=args.seconds, device=device)
     path = Path(args.output or Path(recipe.job.dump_folder) / "profile.json")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

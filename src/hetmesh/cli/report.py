@@ -6,10 +6,7 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hetmesh.report.run_folder import RunView
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,51 +16,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-png", metavar="FILE", help="also draw how even microbatches were (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
     parser.add_argument("--html", metavar="FILE", help="where to write the page; default: report.html in FOLDER")
-    parser.add_argument("--no-html", action="store_true", help="write no page (it needs matplotlib)")
+    parser.add_argument("--no-html", action="store_true", help="write no page (it needs matplotlib and jinja2)")
     parser.add_argument("--json", action="store_true", help="print figures as JSON instead; a page only with --html")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the run's folder."""
-    from hetmesh.errors import HetmeshError, RecipeError
+    from hetmesh.errors import HetmeshError, UsageError
     from hetmesh.files import to_json
-    from hetmesh.report.by_action import action_json, action_table
+    from hetmesh.records.run_view import read_run
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
-    from hetmesh.report.page_sections import RECORD
+    from hetmesh.report.page import save_page
+    from hetmesh.report.page_parts import save_curves
+    from hetmesh.report.page_sections import RECORD, load_curves
     from hetmesh.report.page_story import state
-    from hetmesh.report.run_folder import read_run
-    from hetmesh.report.run_load import save_run_load
-    from hetmesh.report.trace import save_trace
+    from hetmesh.report.timeline_text import (
+        action_json,
+        action_table,
+        bubble_table,
+        gantt_text,
+        headline,
+        save_trace,
+        summary_json,
+    )
 
     if overrides:
-        raise RecipeError(f"report reads a finished run; {overrides[0]} is a recipe's key")
+        raise UsageError(f"report reads a finished run; {overrides[0]} is a recipe's key")
+    if args.html and args.no_html:
+        raise UsageError("--html and --no-html contradict each other; give one of them")
     found = read_run(args.run)
     if (args.png or args.trace) and not found.timelines:
-        raise RecipeError(f"{args.run}: {RECORD}")
+        raise UsageError(f"{args.run}: {RECORD}")
     if args.load_png:
         if found.load is None:
-            raise RecipeError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")
-        save_run_load(found.load, args.load_png, f"microbatches of {args.run}")
+            raise UsageError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")
+        save_curves(load_curves(found), args.load_png, f"microbatches of {args.run}")
     if args.png:
         save_gantt(found.timelines, args.png, f"step {found.step} of {args.run}")
     if args.trace:
         save_trace(found.timelines, args.trace)
-    if args.html and args.no_html:
-        raise RecipeError("--html and --no-html contradict each other; give one of them")
     if args.json:
         figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
         figures |= {"actions": action_json(found.timelines)} if found.timelines else {}
         figures |= {"mean": found.load.means()} if found.load else {}
         if args.html:
-            _write_page(found, args.run, args.html)
+            save_page(found, args.run, args.html)
         print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
         return 0
     path = None if args.no_html else args.html or Path(args.run) / "report.html"
     problem: HetmeshError | None = None
     if path is not None:
         try:
-            _write_page(found, args.run, path)  # first: who reads what is printed may stop at any line
+            save_page(found, args.run, path)  # first: who reads what is printed may stop at any line
         except HetmeshError as error:
             problem = error
     print(state(found, None).text)
@@ -79,10 +83,3 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if path is not None:
         print(f"\nthe page is {path}")
     return 0
-
-
-def _write_page(found: RunView, run: str, path: str | Path) -> None:
-    from hetmesh.report.page import run_page
-    from hetmesh.report.page_html import save_page
-
-    save_page(run_page(found, run), path)

@@ -31,18 +31,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.gantt_text import bubble_table, gantt_text, headline, summary_json
-    from hetmesh.report.trace import save_trace
-    from hetmesh.resolve.describe import describe
-    from hetmesh.resolve.module_shapes import module_shapes, notes_on_experts
-    from hetmesh.resolve.simulated_step import simulate_recipe
+    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, save_trace, summary_json
+    from hetmesh.resolve.modules import notes_on_experts
+    from hetmesh.resolve.predictions import simulate_recipe
+    from hetmesh.resolve.resolved import resolve
 
-    timeline = simulate_recipe(recipe, machine=args.machine, profile=args.profile, beside=args.beside)
+    resolved = resolve(recipe)
+    timeline = simulate_recipe(resolved, machine=args.machine, profile=args.profile, beside=args.beside)
     if args.png:
         save_gantt({"predicted": timeline}, args.png, recipe.job.description)
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
-    notes = notes_on_experts(module_shapes(recipe, describe(recipe)[1]))
+    notes = notes_on_experts(resolved.shapes)
     if args.json:
         print(to_json({**summary_json(timeline), "notes": notes}, indent=2))
         return 0

@@ -39,13 +39,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     torch.set_num_threads(1)  # workers are forked from this process: it must not have started a thread by then
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tokenizers start threads with their first batch of texts
-    _announce(recipe, [*checked(recipe), *_self_checked(recipe, args)])
+    resolved, summary = checked(recipe)
+    _announce(recipe, [*summary, *_self_checked(recipe, args)])
     if recipe.world_size > 1:
         return launch_recipe(recipe)
     torch.set_num_threads(threads_per_worker(1))
     from hetmesh.api import run_recipe
 
-    run_recipe(recipe)
+    run_recipe(recipe, resolved)
     return 0
 
 
@@ -56,7 +57,7 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
         recipe = load_recipe(path, overrides)
         if place.size != recipe.world_size:
             raise RecipeError(_wrong_size(place, path, recipe.world_size))
-        summary = checked(recipe, files=False)  # not by each of many ranks
+        resolved, summary = checked(recipe, files=False)  # not by each of many ranks
         if rank == 0:
             summary += _self_checked(recipe, args)
     except (RecipeError, SelfCheckError) as error:
@@ -77,7 +78,7 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
 
     try:
         # torchrun's report then quotes the error
-        (record(run_recipe) if place.launcher == TORCHRUN else run_recipe)(recipe)
+        (record(run_recipe) if place.launcher == TORCHRUN else run_recipe)(recipe, resolved)
     except (DistNetworkError, DistStoreError) as error:
         first = str(error).strip().partition("\n")[0]
         message = LaunchError(
@@ -99,8 +100,7 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
     Raises:
         SelfCheckError: they differ, or could not be compared.
     """
-    from hetmesh.verify.self_check_process import compare_in_process
-    from hetmesh.verify.self_check_record import needs_self_check, record_file
+    from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record_file
 
     if not needs_self_check(recipe):
         return []

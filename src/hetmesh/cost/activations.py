@@ -49,12 +49,12 @@ def activation_bytes(
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         own = max(itemsize, 4) if autocast else itemsize  # it lies between products
-        return round(own * rows * input_elements(products[0]) * between)
+        return round(own * rows * products[0].inputs * between)
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in layer.weights if weight.per_row]
     products = [weight for weight in products if not weight.expert]
-    kept = sum(_input_share(w, tp) * w.per_row * input_elements(w) for w in _distinct(products))
+    kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
     kept += sum(half.inputs for half in halves if half.trainable)
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
@@ -91,17 +91,12 @@ def _is_between(weight: WeightShape, products: list[WeightShape]) -> bool:
     """Whether it is a table or a norm of whole rows."""
     if weight.per_row or not weight.name.endswith("weight"):
         return False
-    return not products or weight.numel == input_elements(products[0])
+    return not products or weight.numel == products[0].inputs
 
 
 def _raised(itemsize: int) -> int:
     """1 where a root mean square norm computes in fp32 and keeps its input in twice the bytes."""
     return int(itemsize < 4)
-
-
-def input_elements(weight: WeightShape) -> int:
-    """Elements of a row that a product reads."""
-    return weight.inputs
 
 
 def output_share(weight: WeightShape, tp: int) -> float:
@@ -116,9 +111,7 @@ def _input_share(weight: WeightShape, tp: int) -> float:
 def _gate_elements(products: list[WeightShape], tp: int) -> float:
     """What the product of a gate and its other factor keeps beyond both: the activated gate."""
     pairs = itertools.pairwise(products)
-    return sum(
-        output_share(a, tp) * a.shape[0] for a, b in pairs if a.shape == b.shape and a.shape[0] > input_elements(a)
-    )
+    return sum(output_share(a, tp) * a.shape[0] for a, b in pairs if a.shape == b.shape and a.shape[0] > a.inputs)
 
 
 def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
@@ -137,7 +130,7 @@ def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int
     which then keeps another tensor than the projection gave."""
     of_heads = iter((layer.attention_width, layer.key_width or layer.attention_width))
     for norm in _root_mean_square_norms(layer):
-        if norm.numel == input_elements(first):
+        if norm.numel == first.inputs:
             yield norm.numel * (norm.trainable + _raised(itemsize)) * between
         else:
             own = next(of_heads, layer.attention_width)
@@ -150,9 +143,9 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     width, groups = layer.attention_width, _distinct(products)
     if not width:
         return 0.0
-    output = 0 if any(input_elements(w) == width and w is not products[0] for w in groups) else width
+    output = 0 if any(w.inputs == width and w is not products[0] for w in groups) else width
     copies = max(width - (layer.key_width or width), 0)
-    normed = any(norm.numel != input_elements(products[0]) for norm in _root_mean_square_norms(layer))
+    normed = any(norm.numel != products[0].inputs for norm in _root_mean_square_norms(layer))
     return (output + copies * (1 if normed else 2) + layer.attention_copies * width) / (
         tp if layer.splits_attention else 1
     )
@@ -164,7 +157,7 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     previous: tuple[str, int, int | None] | None = None
     for weight in products:
         parent = weight.name.rpartition(".")[0].rpartition(".")[0]
-        reads = parent, input_elements(weight), weight.tp_dim
+        reads = parent, weight.inputs, weight.tp_dim
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None
@@ -249,14 +242,12 @@ def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
     it multiplies and the product of both, forward as backward; or what experts hold."""
     layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
-    for _, group in itertools.groupby(
-        products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], input_elements(w))
-    ):
+    for _, group in itertools.groupby(products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], w.inputs)):
         widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
     # what an adapter adds is there beside what it is added to
     widest += max((output_share(half, tp) * half.outputs for half in halves), default=0.0)
     for weight in products:
-        inputs = max(inputs, input_elements(weight) * (1 / tp if weight.splits_inputs else 1.0))
+        inputs = max(inputs, weight.inputs * (1 / tp if weight.splits_inputs else 1.0))
     rows = layer.rows(work)
     return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
 
@@ -269,7 +260,7 @@ def _between(layer: LayerShape, work: Work, itemsize: int, autocast: bool) -> in
     if len(products) < 2:
         return 0
     of_element = 3 * max(itemsize, 4) + itemsize if autocast else 3 * itemsize
-    return round(of_element * layer.rows(work) * input_elements(products[0]))
+    return round(of_element * layer.rows(work) * products[0].inputs)
 
 
 def _products(layer: LayerShape) -> list[WeightShape]:

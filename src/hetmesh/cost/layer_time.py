@@ -45,14 +45,6 @@ class LayerTime:
         """Of everything after the forward."""
         return self.backward_input + self.backward_weight + self.recompute
 
-    def __add__(self, other: LayerTime) -> LayerTime:
-        return LayerTime(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
-            self.recompute + other.recompute,
-        )
-
 
 @dataclass(frozen=True)
 class Rates:

@@ -118,11 +118,6 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
     if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
         raise RecipeError(f"machine {path}: devices must be a list of texts, got {devices!r}")
     typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
-    return Machine(
-        path.stem,
-        str(table.get("source", path)),
-        MappingProxyType({k: float(v) for k, v in peaks.items()}),
-        **typed,
-        busy_slowdown=tuple(map(float, slowdown)),
-        devices=tuple(devices),
-    )
+    typed |= {"busy_slowdown": tuple(map(float, slowdown)), "devices": tuple(devices)}
+    peak_flops = MappingProxyType({k: float(v) for k, v in peaks.items()})
+    return Machine(path.stem, str(table.get("source", path)), peak_flops, **typed)

@@ -136,16 +136,13 @@ def without_adapters(layer: LayerShape) -> tuple[LayerShape, tuple[WeightShape, 
     if not halves:
         return layer, ()
     trained = {w.name.partition(_FIRST)[0] for w in halves if _FIRST in w.name and w.trainable}
-    own = (
-        replace(
-            w,
-            name=w.name.replace(_BASE, "."),
-            trainable=w.trainable or (w.per_row > 0 and w.name.partition(_BASE)[0] in trained),
-        )
-        for w in layer.weights
-        if w not in halves
-    )
-    return replace(layer, weights=tuple(own)), tuple(w for w in halves if _SECOND in w.name)
+
+    def product(w: WeightShape) -> WeightShape:
+        trainable = w.trainable or (w.per_row > 0 and w.name.partition(_BASE)[0] in trained)
+        return replace(w, name=w.name.replace(_BASE, "."), trainable=trainable)
+
+    own = tuple(product(w) for w in layer.weights if w not in halves)
+    return replace(layer, weights=own), tuple(w for w in halves if _SECOND in w.name)
 
 
 def expert_share(layer: LayerShape, ranks: int) -> LayerShape:

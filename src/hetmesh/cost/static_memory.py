@@ -44,13 +44,9 @@ class StaticMemory:
 
     def beside(self, other: StaticMemory) -> StaticMemory:
         """What a rank holds of two modules."""
-        return StaticMemory(
-            self.elements + other.elements,
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            max(self.largest, other.largest),
-        )
+        elements, parameters = self.elements + other.elements, self.parameters + other.parameters
+        gradients, optimizer = self.gradients + other.gradients, self.optimizer + other.optimizer
+        return StaticMemory(elements, parameters, gradients, optimizer, max(self.largest, other.largest))
 
 
 def static_memory(

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from hetmesh._torch_compat import FakeTensorMode, tree_leaves
-from hetmesh.dryrun.fake_autocast import NAME
+from hetmesh.dryrun.fake_kernels import NAME
 from hetmesh.dryrun.host_waits import HostWaits
 from hetmesh.runtime.live_bytes import LiveBytes
 
-BEFORE, BEHIND = "before", "behind"
+BEFORE, AFTER = "before", "after"
 """The first action and the last one of a step."""
 
 
@@ -35,27 +35,26 @@ class WorkCount:
     collective_bytes: int = 0
 
     def add(self, other: WorkCount) -> None:
-        """Both."""
+        """Add `other` to it."""
         self.kernels += other.kernels
         self.flops += other.flops
         self.collectives += other.collectives
         self.collective_bytes += other.collective_bytes
 
 
-_MAKERS = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_", "lift_fresh"}
+_NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+_NO_KERNEL |= {"resize_", "set_", "lift_fresh", "detach", "alias"}
 
 
 class DeviceWork(LiveBytes):
-    """A `LiveBytes` of the fake device that also knows what else it was given to do.
-
-    Enter it with `FakeTensors`, whose `observe` is `note`.
+    """A `LiveBytes` of the fake device that also counts its other work. Enter it with `FakeTensors`, whose `observe` is
+    `note`.
 
     Args:
-        fake: the mode of what is alive on the device. DTensor works out shapes with tensors of other modes, which have
-            the device and the size of the whole, and no memory on any device.
+        fake: the mode of tensors of the device (`LiveBytes.fake`).
 
     Attributes:
-        by_action: per label of a span, and `BEFORE` and `BEHIND` for what is in none, its work.
+        by_action: work by label of a span, or `BEFORE` or `AFTER` outside of spans.
     """
 
     def __init__(self, waits: HostWaits, fake: FakeTensorMode) -> None:
@@ -63,7 +62,7 @@ class DeviceWork(LiveBytes):
         self.waits, self.fake = waits, fake
         self.by_action: dict[object, WorkCount] = {}
         self._label: object = BEFORE
-        self._kinds: dict[Any, bool] = {}
+        self._is_kernel: dict[Any, bool] = {}
 
     def restart(self) -> None:
         super().restart()
@@ -82,33 +81,23 @@ class DeviceWork(LiveBytes):
             with super().span(label):
                 yield
         finally:
-            self._begin(BEHIND if before == BEFORE else before)
+            self._begin(AFTER if before == BEFORE else before)
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation on the device."""
         work = self.by_action.setdefault(self._label, WorkCount())
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
             if "wait" not in func.__name__:
-                work.collectives += 1
-                sizes = [_bytes(each) for each in (args, out)]
-                work.collective_bytes += max(sizes) if func.namespace != "c10d" else _largest(args)
+                work.collectives += 1  # the larger of what is read and what is written, both arguments in c10d
+                work.collective_bytes += max(map(_bytes, args if func.namespace == "c10d" else (args, out)), default=0)
             return
-        known = self._kinds.get(func)
-        if known is None:
-            name = func._schema.name.partition("::")[2]
-            known = self._kinds[func] = not (func.is_view or name in _MAKERS or name in ("detach", "alias"))
-        if not known:
-            return
-        work.kernels += 1
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            work.flops += int(count(*args, **kwargs, out_val=out))
+        if func not in self._is_kernel:
+            self._is_kernel[func] = not (func.is_view or func._schema.name.partition("::")[2] in _NO_KERNEL)
+        if self._is_kernel[func]:
+            work.kernels += 1
+            if (flops := flop_registry.get(func.overloadpacket)) is not None:
+                work.flops += int(flops(*args, **kwargs, out_val=out))
 
 
 def _bytes(values: Any) -> int:
     return sum(x.nbytes for x in tree_leaves(values) if isinstance(x, Tensor))
-
-
-def _largest(args: Any) -> int:
-    """The larger of what a collective reads and what it writes."""
-    return max((_bytes(each) for each in args), default=0)

@@ -1,11 +1,12 @@
 """A device that computes nothing: a type of torch's devices with streams, events, random state and autocast, but no
-kernels. What its tensors are is `fake_tensors.py`'s."""
+kernels; the accelerator and the backend of a dry run. Its tensors are those of `fake_tensors.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -15,62 +16,52 @@ from torch import Tensor
 
 from hetmesh._torch_compat import python_device
 from hetmesh.attention.flex import FLEX
-from hetmesh.boundary.accelerator import Accelerator
-from hetmesh.dryrun.fake_autocast import NAME, register
+from hetmesh.boundary.accelerator import Cuda
+from hetmesh.boundary.backend import Message, Nccl, Posted
+from hetmesh.dryrun.fake_kernels import NAME, flex_attention_without_values, register
 from hetmesh.dryrun.host_waits import HostWaits
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Nothing is queued, drawn or waited for."""
+
+
+def _always(*_: Any, **__: Any) -> bool:
+    """It is there, and done."""
+    return True
 
 
 class FakeStream:
     """A queue in which nothing waits."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    __init__ = wait_event = wait_stream = __exit__ = _nothing
+    query = _always
 
     def __enter__(self) -> FakeStream:
         return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def wait_event(self, event: Any, /) -> None:
-        """Nothing is queued."""
-
-    def wait_stream(self, stream: Any, /) -> None:
-        """Nothing is queued."""
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """An event, which is reached."""
         return event or FakeEvent()
 
     def synchronize(self) -> None:
-        """Nothing is queued."""
+        """Counts a wait of the host."""
         _module().waited("a stream")
-
-    def query(self) -> bool:
-        """Whether all is done."""
-        return True
 
 
 class FakeEvent:
     """An event, which is reached; times between events are 0. Whoever synchronizes with it would wait on a GPU."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    __init__ = wait = _nothing
+    query = _always
 
     def record(self, stream: Any = None) -> FakeEvent:
         """Here."""
         return self
 
-    def wait(self, stream: Any = None) -> None:
-        """It is reached."""
-
     def synchronize(self) -> None:
-        """It is reached."""
+        """Counts a wait of the host."""
         _module().waited("an event")
-
-    def query(self) -> bool:
-        """Whether it is reached."""
-        return True
 
     def elapsed_time(self, other: Any, /) -> float:
         """Nothing takes time."""
@@ -78,9 +69,10 @@ class FakeEvent:
 
 
 class FakeModule:
-    """What torch and FSDP ask of a `torch.cuda`. The device is there while somebody uses it."""
+    """What torch and FSDP ask of a `torch.cuda`: one device, which is there while somebody uses it."""
 
     Stream, Event = FakeStream, FakeEvent
+    is_initialized = _always
 
     def __init__(self) -> None:
         self._state = torch.zeros(16, dtype=torch.uint8)
@@ -88,7 +80,7 @@ class FakeModule:
 
     @contextmanager
     def used(self, waits: HostWaits) -> Iterator[None]:
-        """The device is there in the body; `waits` is told where the host would wait for it."""
+        """The device is there in the body, where `waits` counts the waits of the host."""
         before, self._waits = self._waits, waits
         try:
             yield
@@ -96,60 +88,35 @@ class FakeModule:
             self._waits = before
 
     def waited(self, what: str) -> None:
-        """The host waits for `what`."""
+        """Counts that the host waits for `what`."""
         if self._waits is not None:
             self._waits.device_to_host(what)
-
-    def is_initialized(self) -> bool:
-        """Always."""
-        return True
 
     def is_available(self) -> bool:
         """While it is used."""
         return self._waits is not None
 
-    def current_device(self) -> int:
-        """There is one."""
-        return 0
-
-    def device_count(self) -> int:
-        """There is one, while it is used."""
-        return int(self.is_available())
-
-    def set_device(self, device: Any) -> None:
-        """There is one."""
-
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def device(self, device: Any) -> AbstractContextManager[object]:
-        """There is one."""
-        return FakeStream()
+    def current_device(self) -> int:
+        """The only one."""
+        return 0
 
-    def stream(self, stream: Any) -> AbstractContextManager[object]:
-        """The body queues on `stream`."""
-        return FakeStream()
+    def device_count(self) -> int:
+        """One, while it is used."""
+        return int(self.is_available())
 
     def current_stream(self, device: Any = None) -> FakeStream:
         """Any is like any other."""
         return FakeStream()
 
-    default_stream = current_stream
-
-    def synchronize(self, device: Any = None) -> None:
-        """Nothing is queued."""
+    device = stream = default_stream = current_stream
+    set_device = synchronize = set_rng_state = manual_seed = manual_seed_all = _nothing
 
     def get_rng_state(self, device: Any = None) -> Tensor:
-        """A state that means nothing."""
+        """A state without meaning, `[16]` of uint8."""
         return self._state.clone()
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        """Nothing is drawn."""
-
-    def manual_seed(self, seed: int) -> None:
-        """Nothing is drawn."""
-
-    manual_seed_all = manual_seed
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """What autocast may cast to."""
@@ -165,15 +132,13 @@ def _module() -> FakeModule:
 def fake_device() -> torch.device:
     """The device; made once per process."""
     device = python_device(NAME, _module())
-    from hetmesh.dryrun.fake_attention import flex_attention_without_values
-
     register()
     FLEX[NAME] = flex_attention_without_values
     return device
 
 
 @dataclass(frozen=True)
-class FakeAccelerator(Accelerator):
+class FakeAccelerator(Cuda):
     """The accelerator of a dry run: what is asked of it costs nothing, and it remembers what memory is pinned.
 
     Attributes:
@@ -186,44 +151,35 @@ class FakeAccelerator(Accelerator):
 
     @classmethod
     def make(cls, *, draws: bool = False) -> FakeAccelerator:
-        """One, on the device of this process."""
+        """The accelerator of this process's fake device."""
         return cls(fake_device(), draws)
-
-    @property
-    def asynchronous(self) -> bool:
-        return True
 
     @property
     def computes(self) -> bool:
         return self.draws
 
-    @property
-    def random_module(self) -> Any:
-        return torch.get_device_module(self.device)
-
     def pinned(self, tensor: Tensor) -> Tensor:
-        copy = tensor.clone()
-        self.pinned_memory.add(copy.untyped_storage())
-        return copy
+        return self._in_pinned_memory(tensor.clone())
 
     def empty_pinned(self, like: Tensor) -> Tensor:
-        host = torch.empty_like(like, device="cpu")
-        self.pinned_memory.add(host.untyped_storage())
-        return host
+        return self._in_pinned_memory(torch.empty_like(like, device="cpu"))
 
-    def used(self, waits: HostWaits) -> AbstractContextManager[None]:
-        """The device is there in the body (`FakeModule.used`)."""
-        return _module().used(waits)
+    def _in_pinned_memory(self, tensor: Tensor) -> Tensor:
+        self.pinned_memory.add(tensor.untyped_storage())
+        return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """Whether it lies in pinned memory."""
         return tensor.untyped_storage() in self.pinned_memory
 
+    def used(self, waits: HostWaits) -> AbstractContextManager[None]:
+        """See `FakeModule.used`."""
+        return _module().used(waits)
+
     def stream(self) -> FakeStream:
         return FakeStream()
 
-    def current_stream(self) -> FakeStream:
-        return FakeStream()
+    current_stream = stream
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         return FakeStream()
@@ -231,8 +187,35 @@ class FakeAccelerator(Accelerator):
     def event(self, *, timing: bool = False) -> FakeEvent:
         return FakeEvent()
 
-    def used_by(self, tensor: Tensor, stream: Any) -> None:
-        """Memory is freed when nobody holds it."""
+    used_by = synchronize = _nothing
 
-    def synchronize(self) -> None:
-        """Nothing is queued."""
+
+@dataclass
+class Arrived:
+    """Messages that have arrived; `timed_waits` counts waits with a timeout, which on NCCL block the host."""
+
+    timed_waits: int = 0
+    is_completed = _always
+
+    def wait(self, timeout: timedelta | None = None, /) -> object:
+        """Nothing to wait for."""
+        self.timed_waits += timeout is not None
+        return True
+
+
+@dataclass(frozen=True)
+class FakeBackend(Nccl):
+    """The backend of a dry run: messages as NCCL would carry them, to ranks that do not exist. Nothing is sent; what is
+    received has the planned shape."""
+
+    device_type: str = NAME
+    arrived: Arrived = field(default_factory=Arrived)
+
+    connect = _nothing
+
+    def post(
+        self, receives: Sequence[Message], sends: Iterable[Message], tag: int, group: Any, what: object
+    ) -> tuple[Posted, Posted]:
+        """Packs what is sent; see `Backend.post`."""
+        count = len(receives) + sum(1 for _ in sends)
+        return ([(None, self.arrived)] if count else []), []

@@ -1,14 +1,15 @@
 """FakeTensors: on the fake device tensors have shapes and no values; the host's are real.
 
-Operations on the host run as ever: samples are loaded, meshes made, positions worked out. An operation on the device
-gives tensors with the right shape, dtype and strides that occupy no memory (torch's FakeTensor). A copy to the host
-brings zeros where values would have to be computed. Small tensors whose values came from the host without arithmetic in
-floating point on the way (indices, masks, lengths of sequences) keep those values beside them, so that what depends on
-them (`nonzero`, `tolist`) is right; where a shape would depend on anything else the dry run ends with an error.
+Operations on the host run as usual. An operation on the device gives tensors with the right shape, dtype and strides
+that occupy no memory (torch's FakeTensor). A copy to the host brings zeros where values would have to be computed.
+Small tensors whose values came from the host without floating-point arithmetic (indices, masks, lengths of sequences)
+keep them, so that what depends on them (`nonzero`, `tolist`) is right; where a shape depends on anything else the dry
+run ends with an error.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Self
@@ -27,9 +28,9 @@ from hetmesh._torch_compat import (
     tree_leaves,
     tree_map_only,
 )
-from hetmesh.dryrun.fake_autocast import CASTS
 from hetmesh.dryrun.fake_device import FakeAccelerator
-from hetmesh.dryrun.fake_values import MOST_KNOWN, forget, known_value, learn
+from hetmesh.dryrun.fake_kernels import CASTS
+from hetmesh.dryrun.fake_values import MAX_KNOWN, forget, known_value, learn
 from hetmesh.dryrun.host_waits import HostWaits, listing
 
 aten = torch.ops.aten
@@ -53,7 +54,9 @@ class FakeTensors(TorchDispatchMode):
     """While it is entered, tensors of `accelerator`'s device are fake.
 
     Args:
-        waits: is told where the host would wait for the device.
+        waits: counts where the host would wait for the device.
+
+    Attributes:
         observe: called with each operation on the device and its arguments and result.
 
     Raises:
@@ -122,8 +125,7 @@ class FakeTensors(TorchDispatchMode):
             forget(x)
         if self.observe is not None:
             self.observe(func, args, {}, None)
-        returns = func._schema.returns
-        return (args[0], finished_work()) if len(returns) > 1 else finished_work()
+        return (args[0], finished_work()) if len(func._schema.returns) > 1 else finished_work()
 
     def _copy(self, func: Any, args: Any, kwargs: dict[str, Any], onto: Any) -> Any:
         """A copy between host and device, or on the device."""
@@ -136,7 +138,7 @@ class FakeTensors(TorchDispatchMode):
             to_device = from_device if onto is None else torch.device(onto).type == self.kind
         if from_device and not to_device:
             return self._to_host(source, target, kwargs.get("dtype"), waiting)
-        if not from_device and (source.ndim or target is None):  # a number is an argument of the kernel that writes it
+        if not from_device and (source.ndim or target is None):  # a number is an argument of a kernel
             if waiting or not self.accelerator.is_pinned(source):
                 self.waits.host_to_device("copy")
             if target is None:
@@ -156,9 +158,9 @@ class FakeTensors(TorchDispatchMode):
     def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         known = self._computed(func, args, kwargs, tensors)
         if func._schema.is_mutable and known is None:
-            for argument, given in zip(func._schema.arguments, args, strict=False):
+            for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    for x in tree_leaves(given):
+                    for x in tree_leaves(value):
                         forget(x)
         if func in _SHAPED_BY_VALUES:
             self.waits.device_to_host(func.overloadpacket.__name__)
@@ -177,17 +179,17 @@ class FakeTensors(TorchDispatchMode):
         return out
 
     def _without_masks(self, func: Any, indices: Any) -> list[Tensor | None]:
-        """Masks as the indices that they stand for."""
-        found: list[Tensor | None] = []
+        """`indices`, masks replaced by the indices of their true elements."""
+        plain: list[Tensor | None] = []
         for index in indices:
-            if not _is_mask(index):
-                found.append(index)
-                continue
             known = known_value(index) if isinstance(index, FakeTensor) else index
-            if known is None:
+            if not _is_mask(index):
+                plain.append(index)
+            elif known is None:
                 raise self._unknown(func, "a mask decides its shape, and is")
-            found += [self._as_fake(each) for each in known.nonzero(as_tuple=True)]
-        return found
+            else:
+                plain += map(self._as_fake, known.nonzero(as_tuple=True))
+        return plain
 
     def _unknown(self, func: Any, why: str) -> RuntimeError:
         return RuntimeError(
@@ -202,7 +204,7 @@ class FakeTensors(TorchDispatchMode):
         return out
 
     def _value(self, x: Tensor) -> Any:
-        """Of one element: 0 and False where nobody knows better, so that nothing seems not finite."""
+        """Of one element: 0 or False where unknown, so that nothing seems not finite."""
         known = known_value(x)
         if known is not None:
             return known.item()
@@ -210,24 +212,15 @@ class FakeTensors(TorchDispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         """The result on the host, where all values are known and few."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags or not (tensors or _small(args, kwargs)):
             return None
-        values: dict[int, Tensor] = {}
-        for x in tensors:
-            value = known_value(x) if isinstance(x, FakeTensor) else x
-            if value is None:
-                return None
-            values[id(x)] = value
-        if not tensors and not _small(args, kwargs):
+        values = {id(x): known_value(x) if isinstance(x, FakeTensor) else x for x in tensors}
+        if any(x is None or x.numel() > MAX_KNOWN[x.is_floating_point()] for x in values.values()):
             return None
-        on_host = dict(kwargs)
-        if "device" in on_host:
-            on_host["device"] = torch.device("cpu")
-        given, named = tree_map_only(Tensor, lambda x: values[id(x)], (args, on_host))
-        if any(x.numel() > MOST_KNOWN[x.is_floating_point()] for x in values.values()):
-            return None
+        on_host = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
+        args, on_host = tree_map_only(Tensor, lambda x: values[id(x)], (args, on_host))
         try:
-            return func(*given, **named)
+            return func(*args, **on_host)
         except NotImplementedError:  # of the device alone
             return None
 
@@ -237,13 +230,10 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _small(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether what a factory of tensors is asked for has few elements."""
+    """Whether the result of a tensor factory has few elements."""
     dtype = kwargs.get("dtype")
     floating = dtype is None or dtype.is_floating_point
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else None
     if sizes is None:  # arange and the like
-        return not floating or all(isinstance(x, (int, float)) and abs(x) <= MOST_KNOWN[True] for x in args)
-    count = 1
-    for size in sizes:
-        count *= size
-    return count <= MOST_KNOWN[floating]
+        return not floating or all(isinstance(x, (int, float)) and abs(x) <= MAX_KNOWN[True] for x in args)
+    return math.prod(sizes) <= MAX_KNOWN[floating]

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-MOST_KNOWN = {True: 1 << 10, False: 1 << 24}
-"""Elements of a tensor whose values are kept: of floating point, and of integers and booleans."""
-
-
-def may_know(x: Tensor) -> bool:
-    """Whether values of its size and kind are kept."""
-    return x.numel() <= MOST_KNOWN[x.is_floating_point()] and not x.is_complex()
+MAX_KNOWN = {True: 1 << 10, False: 1 << 24}
+"""Most elements of a tensor whose values are kept, by whether they are floating-point numbers."""
 
 
 def known_value(x: Tensor) -> Tensor | None:
@@ -22,8 +17,8 @@ def known_value(x: Tensor) -> Tensor | None:
 
 
 def learn(x: Tensor, value: Tensor | None) -> None:
-    """`x` has these values from now on; so have its views, whose values are views of them."""
-    if value is not None and may_know(x):
+    """Keep `value` as the values of `x`, unless there are too many; values of its views are views of them."""
+    if value is not None and x.numel() <= MAX_KNOWN[x.is_floating_point()] and not x.is_complex():
         x.hetmesh_value = value  # type: ignore[attr-defined]
 
 

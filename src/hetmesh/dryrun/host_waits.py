@@ -18,12 +18,9 @@ Direction = Literal["device_to_host", "host_to_device"]
 _OURS = str(Path(hetmesh.__file__).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HARNESS = tuple(
-    _OURS + name.replace("/", os.sep)
+    os.path.join(_OURS, *name.split("/"))
     for name in (
-        "dryrun/fake_tensors.py",
-        "dryrun/fake_autocast.py",
-        "dryrun/fake_device.py",
-        "dryrun/host_waits.py",
+        *("dryrun/fake_tensors.py", "dryrun/fake_kernels.py", "dryrun/fake_device.py", "dryrun/host_waits.py"),
         "runtime/live_bytes.py",
     )
 )
@@ -34,10 +31,10 @@ class HostWait:
     """A line at which the host waits.
 
     Attributes:
-        direction: which way the copy goes that it waits for.
+        direction: of the copy that it waits for.
         what: the operation.
         line: the innermost line of hetmesh, as `training/trainer.py:12`; empty where there is none.
-        model: the innermost line of anything else than torch and hetmesh that is further in; empty where there is none.
+        model: the innermost line outside of torch and hetmesh that is further in; empty where there is none.
         during: what was going on, such as an action of the schedule.
         within: whether that was an action.
     """
@@ -51,7 +48,7 @@ class HostWait:
 
 
 class HostWaits:
-    """Counts them.
+    """Counts where the host waits.
 
     Attributes:
         counts: how often each occurred.
@@ -64,14 +61,14 @@ class HostWaits:
 
     def device_to_host(self, what: str) -> None:
         """The host waits for a value of the device."""
-        self.counts[HostWait("device_to_host", what, *_lines(), *self._during())] += 1
+        self._count("device_to_host", what)
 
     def host_to_device(self, what: str) -> None:
         """The host waits until the device has what it gives."""
-        self.counts[HostWait("host_to_device", what, *_lines(), *self._during())] += 1
+        self._count("host_to_device", what)
 
-    def _during(self) -> tuple[object, bool]:
-        return self.during, not isinstance(self.during, str)
+    def _count(self, direction: Direction, what: str) -> None:
+        self.counts[HostWait(direction, what, *_lines(), self.during, not isinstance(self.during, str))] += 1
 
     def place(self) -> str:
         """The lines that are running, in words."""
@@ -99,11 +96,7 @@ def _lines() -> tuple[str, str]:
         if name.startswith(_OURS):
             if name not in _HARNESS:
                 return f"{name.removeprefix(_OURS)}:{frame.f_lineno}", model
-        elif not model and not name.startswith(_TORCH) and not name.startswith("<"):
-            model = f"{_short(name)}:{frame.f_lineno}"
+        elif not model and not name.startswith((_TORCH, "<")):
+            model = f"{name.rpartition('site-packages' + os.sep)[2]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "", model
-
-
-def _short(path: str) -> str:
-    return path.rpartition("site-packages" + os.sep)[2]

@@ -1,32 +1,28 @@
-"""What lies beside the weights of an exported directory: tokenizer, processors and chat templates of the one that it
-came from, and what the run did otherwise."""
+"""Files beside the weights of an exported directory: tokenizer, processors and chat templates of the one that it came
+from, what the run did otherwise, and what it was made from."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from hetmesh.export.provenance import MADE_FROM
-from hetmesh.files import json_object, place_in, read_file, writing
+from hetmesh.checkpoint.saved_run import SavedRun
+from hetmesh.files import from_json, json_object, place_in, read_file, to_json, writing
 from hetmesh.models.weights.pretrained import PICKLES, Pretrained
 from hetmesh.recipe.hf_families import PROMPTS
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.records.checksums import manifest_sum
+
+MADE_FROM = "hetmesh_export.json"
+"""What an exported directory was made from, so that a stale one is not taken for a new one."""
 
 NOT_COPIED = (
-    "*.safetensors",
-    "*.index.json",
-    "config.json",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    "*.gguf",
-    "*.py",
-    "README*",
-    "adapter_*",
-    MADE_FROM,
-    *PICKLES,
+    *("*.safetensors", "*.index.json", "config.json", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.py", "README*"),
+    *("adapter_*", MADE_FROM, *PICKLES),
 )
 """Files of a source directory that are its weights, are written anew, or describe another model."""
 
@@ -35,10 +31,10 @@ PREPARING = ("tokenizer", "image_processor", "audio_processor")
 
 
 def copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
-    """Tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights.
+    """Copy tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights.
 
     Returns:
-        How many files, and the names of links out of the directory: whose they are it cannot say.
+        The number of files, and the names of links out of the directory, which are not copied.
     """
     count, linked = 0, []
     templates = source.path / "additional_chat_templates"
@@ -59,17 +55,17 @@ def copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
 
 
 def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator[str]:
-    """In what the run's samples differ from those that the files of `source`, which are copied, make; in lines.
+    """How the run's samples differ from those that the copied files of `source` make, as lines of text.
 
     Args:
-        whole: `source` is the directory of all modules, so that samples were to be prepared by its files.
+        whole: `source` is the directory of all modules, so its files were to prepare the samples.
     """
     if _has_own_form(recipe, source):
         yield (
             "the run trained on conversations in the form of its own data.options.chat_template; what was copied "
             "writes another: give the run's to apply_chat_template"
         )
-    for options in (each.options for each in recipe.data.mixture or (recipe.data,) if whole):
+    for options in (data.options for data in recipe.data.mixture or (recipe.data,) if whole):
         for key in PREPARING:
             path = options.get(key)
             if isinstance(path, str) and Path(path).expanduser().resolve() != source.resolve():
@@ -83,14 +79,50 @@ def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator
 def _has_own_form(recipe: Recipe, source: Path) -> bool:
     """Whether the recipe writes conversations in a form that neither the files of the directory nor the processor of
     its model has."""
-    forms = [each.options.get("chat_template") for each in recipe.data.mixture or (recipe.data,)]
+    forms = [data.options.get("chat_template") for data in recipe.data.mixture or (recipe.data,)]
     files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
     known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
     for file in (file for file in files if file.is_file()):
         if file.suffix == ".json":
-            found = json_object(file, source).get("chat_template")
-            named = found if isinstance(found, list) else [{"template": found}]
-            known |= {str(each.get("template")) for each in named if isinstance(each, dict)}
+            template = json_object(file, source).get("chat_template")
+            named = template if isinstance(template, list) else [{"template": template}]
+            known |= {str(entry.get("template")) for entry in named if isinstance(entry, dict)}
         else:
             known.add(read_file(file).decode("utf-8", errors="replace"))
     return any(form is not None and form not in known for form in forms)
+
+
+def made_from(run: SavedRun, dtype: object, *, merge: bool) -> dict[str, Any]:
+    """What an export is made from, for `MADE_FROM`: the checkpoint by the checksum of its checksums, its modules as the
+    recipe describes them, and what is done with dtypes and adapters.
+
+    Raises:
+        CheckpointError: the checkpoint has no checksums.
+    """
+    modules = {name: module.model_dump(mode="json", by_alias=True) for name, module in run.recipe.modules.items()}
+    return {
+        "checkpoint": run.path.name,  # no path: exports are given to others
+        "checksums_sha256": manifest_sum(run.path),
+        "modules_sha256": hashlib.sha256(to_json(modules).encode()).hexdigest(),
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "lora": "merged" if merge else "adapters",
+    }
+
+
+def is_made_from(folder: Path, origin: Mapping[str, Any]) -> bool:
+    """Whether the directory was made from `origin`; one without the file, of an older version or another program, was
+    not."""
+    try:
+        return bool(from_json(read_file(folder / MADE_FROM)) == origin)
+    except (OSError, ValueError):
+        return False
+
+
+def put_aside(folder: Path) -> Path:
+    """Rename an exported directory, which may still be needed; returns its new path. Raises OutputError."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    with writing(folder):
+        folder.rename(aside)
+    return aside

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
+from hetmesh.checkpoint.resume import listed
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.export.origins import Origin, Regrouped, as_stored
 from hetmesh.models import Adapter, check_weights, pretrained_of
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta
@@ -21,17 +22,40 @@ from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
 from hetmesh.models.weights.model_forms import saved_forms
 from hetmesh.models.weights.pretrained import Pretrained
-from hetmesh.models.weights.stored_form import StoredForm, refitted
+from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import adapters_of, describe
+from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import empty_module
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.resolved import adapters_of
 
 COMPUTED = ("max_position_embeddings", "rope_parameters", "sliding_window", "use_sliding_window")
 """Keys that change what is computed, and that a recipe may set otherwise than the directory of its weights."""
 
-_SHOWN = 8  # names in a message
+_N_NAMES = 8  # in a message
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the values of a tensor come from.
+
+    Attributes:
+        keys: names in the checkpoint: of the tensor and, where an adapter is merged into it, of A and B.
+        scale: of the product of B and A.
+        source: the directory that has the tensor, where the checkpoint does not.
+    """
+
+    keys: tuple[str, ...]
+    scale: float = 0.0
+    source: Pretrained | None = None
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A tensor of `shape` whose `parts` are blocks of others: one expert's, where the run has all experts in one."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Origin, StoredBlock], ...]
 
 
 @dataclass(frozen=True)
@@ -40,11 +64,11 @@ class Directory:
 
     Attributes:
         place: its path inside the exported one; empty for that itself.
-        tensors: by the names that they get.
-        config: what config.json says, None where there is none.
+        tensors: by their names in the files.
+        config: of config.json; None where there is none.
         source: the directory whose tokenizer and other files are copied.
-        loads_with: what reads it, empty where nothing but safetensors does.
-        left_out: tensors that the class has and the run has not, since nothing in it reads them.
+        loads_with: the class that reads it; empty where only safetensors does.
+        left_out: tensors that the class has and the run does not, since nothing in it reads them.
     """
 
     place: str
@@ -67,7 +91,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written: `directories`, and `adapters` by the place of the directory that they belong to."""
+    """Directories to write, and adapters by the place of the directory that they belong to."""
 
     directories: tuple[Directory, ...]
     adapters: Mapping[str, tuple[Adapted, ...]]
@@ -80,14 +104,17 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     names that they have there. Else a directory per module.
 
     Args:
-        merge: adapters are added to the weights beside which they are; else the weights are as they were before.
+        merge: adapters are added to their weights; else weights are written without them.
 
     Raises:
         CheckpointError: the checkpoint has other tensors than the recipe's modules.
-        RecipeError: the recipe's directories or data are not there any more.
+        RecipeError: the recipe's directories or data no longer exist.
     """
     recipe = run.recipe
-    adapters = _adapters(recipe)
+    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
+        adapters: Mapping[str, Adapter] = run.resolved.adapters  # looks at the data, where sizes come from there
+    else:
+        adapters = adapters_of(recipe, vocab_size=0)
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
     whole = directory_of(recipe)
@@ -99,75 +126,60 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One module: its skeleton without weights, and where each of its tensors comes from.
+    """One module without weights, and where each of its tensors comes from.
 
     Attributes:
-        names: by name in the module without adapters; of tied tensors the first.
+        origins: by name in the module without adapters; of tied tensors the first.
         aliases: the others -> the first.
         lora: keys of A and B in the checkpoint by FQN of the linear layer.
+        shapes: of all that the checkpoint should have of it, by name there.
     """
 
     adapter: Adapter
     module: nn.Module
-    names: Mapping[str, Origin]
+    origins: Mapping[str, Origin]
     aliases: Mapping[str, str]
     lora: Mapping[str, tuple[str, str]]
-    wanted: frozenset[str]
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, run: SavedRun, name: str, adapter: Adapter, merge: bool) -> _Part:
-        module, keys = empty_module(run.recipe, adapter, name).module, run.recipe.modules[name].lora
-        shapes, aliases = own_tensors(module)
-        wanted = {f"{name}.{key}" for key in module.state_dict()}
+        module, lora = empty_module(run.recipe, adapter, name), run.recipe.modules[name].lora
+        own, aliases = own_tensors(module)
+        shapes = {f"{name}.{key}": tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         pairs = {}
-        for key in wanted:
+        for key in sorted(shapes):
             if f".lora_A.{ADAPTER}." in key:
                 layer = key.removeprefix(f"{name}.").partition(".lora_A.")[0]
                 pairs[layer] = (key, key.replace(".lora_A.", ".lora_B."))
-        names = {}
-        for own in shapes:
-            layer, _, last = own.rpartition(".")
+        origins = {}
+        for key in own:
+            layer, _, last = key.rpartition(".")
             if layer in pairs:
                 added = pairs[layer] if merge and last == "weight" else ()
-                scale = keys.alpha / keys.rank if keys is not None and added else 0.0
-                names[own] = Origin((f"{name}.{layer}.base_layer.{last}", *added), scale)
+                scale = lora.alpha / lora.rank if lora is not None and added else 0.0
+                origins[key] = Origin((f"{name}.{layer}.base_layer.{last}", *added), scale)
             else:
-                names[own] = Origin((f"{name}.{own}",))
-        return cls(adapter, module, names, aliases, pairs, frozenset(wanted))
+                origins[key] = Origin((f"{name}.{key}",))
+        return cls(adapter, module, origins, aliases, pairs, shapes)
 
     def adapted(self, module: str, fqns: Mapping[str, str] | None = None) -> tuple[Adapted, ...]:
         """Its adapters; `fqns`: name of a tensor in the model of the directory by name in the module."""
-        found = []
-        for layer, (a, b) in self.lora.items():
-            weight = f"{layer}.weight"
-            fqn = weight if fqns is None else fqns[weight]
-            found.append(Adapted(fqn.removesuffix(".weight"), a, b, module))
-        return tuple(found)
-
-
-def _adapters(recipe: Recipe) -> dict[str, Adapter]:
-    """The modules' adapters; data are looked at only where sizes come from there."""
-    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
-        return describe(recipe)[1]
-    return adapters_of(recipe, vocab_size=0)
+        weights = {layer: f"{layer}.weight" if fqns is None else fqns[f"{layer}.weight"] for layer in self.lora}
+        return tuple(Adapted(weights[at].removesuffix(".weight"), a, b, module) for at, (a, b) in self.lora.items())
 
 
 def _check_complete(run: SavedRun, parts: Mapping[str, _Part]) -> None:
     """Raise CheckpointError unless the checkpoint holds the tensors of all modules, in their shapes, and no others."""
-    wanted = frozenset().union(*(part.wanted for part in parts.values()))
-    held = set(run.names)
-    wrong = [
-        f"{len(names)} {what}: {_listed(sorted(names))}"
-        for what, names in (("missing", wanted - held), ("of no module", held - wanted))
-        if names
-    ]
-    for name, part in parts.items():
-        for key, tensor in part.module.state_dict().items():
-            key = f"{name}.{key}"
-            if key in held and run.shape(key) != tuple(tensor.shape):
-                wrong.append(f"{key} is {list(run.shape(key))}, not {list(tensor.shape)}")
+    shapes = {key: shape for part in parts.values() for key, shape in part.shapes.items()}
+    saved = set(run.names)
+    differences = (("missing", shapes.keys() - saved), ("of no module", saved - shapes.keys()))
+    wrong = [f"{len(names)} {what}: {listed(sorted(names), _N_NAMES)}" for what, names in differences if names]
+    for key, shape in shapes.items():
+        if key in saved and run.shape(key) != shape:
+            wrong.append(f"{key} is {list(run.shape(key))}, not {list(shape)}")
     if wrong:
-        raise CheckpointError(f"checkpoint {run.path} does not fit its recipe: {'. '.join(wrong[:_SHOWN])}")
+        raise CheckpointError(f"checkpoint {run.path} does not fit its recipe: {'. '.join(wrong[:_N_NAMES])}")
 
 
 def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part]) -> ExportPlan:
@@ -176,17 +188,14 @@ def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part])
     fqns: dict[str, dict[str, str]] = {}
     for name, part in parts.items():
         _check_config(recipe, name, whole)
-        found = check_weights(part.adapter, part.module, whole)
-        named = part.adapter.checkpoint_names
-        shapes, _ = own_tensors(part.module)
+        fqns[name] = check_weights(part.adapter, part.module, whole)
         known = stored_forms(part.adapter, whole)
-        every = {**whole.named(shapes, named, known), **found}
-        for own, theirs in every.items():
+        named = whole.named(own_tensors(part.module)[0], part.adapter.checkpoint_names, known)
+        for own, theirs in {**named, **fqns[name]}.items():
             first = part.aliases.get(own, own)
-            if first in part.names:  # else it is another module's, or nobody's
-                written[theirs], forms[theirs] = part.names[first], known[theirs]
-        fqns[name] = found
-    tensors = as_stored(written, forms, whole)
+            if first in part.origins:  # else it is another module's, or nobody's
+                written[theirs], forms[theirs] = part.origins[first], known[theirs]
+    tensors = _as_stored(written, forms, whole)
     places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
     adapters: list[Adapted] = []
     if any(part.lora for part in parts.values()):
@@ -216,41 +225,42 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     pretrained = pretrained_of(name, recipe.modules[name])
     if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
         assert pretrained is not None
-        found, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
-        origins = {found[own]: origin for own, origin in part.names.items()}
-        return Directory(name, as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
+        names, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
+        origins = {names[own]: origin for own, origin in part.origins.items()}
+        return Directory(name, _as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
     if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
-        return Directory(name, part.names)
+        return Directory(name, part.origins)
     kind: Any = type(part.module)
     config: Any = part.module.config
-    told = {**config.to_diff_dict(), "architectures": [kind.__name__]}
-    whole = build_on_meta(_Whole(kind, config))  # type: ignore[arg-type]
+    saved_config = {**config.to_diff_dict(), "architectures": [kind.__name__]}
+    whole = build_on_meta(SimpleNamespace(build=lambda: kind(config)))  # type: ignore[arg-type]
     every = {} if whole is None else own_tensors(whole)[0]
-    absent = sorted(every.keys() - part.names.keys())
+    absent = sorted(every.keys() - part.origins.keys())
     package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
     shapes = own_tensors(part.module)[0]
-    tensors: dict[str, Origin | Regrouped] = dict(part.names)
-    saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.names})
+    tensors: dict[str, Origin | Regrouped] = dict(part.origins)
+    saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.origins})
     if saved is not None:
-        tensors = as_stored(part.names, {own: refitted(form, shapes[own]) for own, form in saved.items()})
+        tensors = _as_stored(part.origins, {own: refitted(form, shapes[own]) for own, form in saved.items()})
     if absent and pretrained is not None:  # which the module has no use for
         there = pretrained.named(shapes, part.adapter.checkpoint_names)
         tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}
         absent = [own for own in absent if own not in there]
-    return Directory(name, tensors, told, pretrained, f"{package}.{kind.__name__}", tuple(absent))
+    return Directory(name, tensors, saved_config, pretrained, f"{package}.{kind.__name__}", tuple(absent))
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """A class of transformers with all that it has."""
-
-    kind: Any
-    config: Any
-
-    def build(self) -> nn.Module:
-        return self.kind(self.config)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _as_stored(
+    origins: Mapping[str, Origin], forms: Mapping[str, StoredForm], source: Pretrained | None = None
+) -> dict[str, Origin | Regrouped]:
+    """The tensors that files get, by their names there; `forms` says in which form those of `origins` are stored.
+    Raises RecipeError: the run has only a part of a tensor of `source`."""
+    tensors: dict[str, Origin | Regrouped] = {}
+    for name, blocks in by_stored(forms).items():
+        if len(blocks) == 1 and forms[blocks[0][0]].is_whole:
+            tensors[name] = origins[blocks[0][0]]
+            continue
+        shape = stored_shape(blocks)
+        if shape is None or (source is not None and shape != source.tensors[name].shape):
+            raise RecipeError(f"{source}: {name} holds more than the run has of it, so it cannot be written")
+        tensors[name] = Regrouped(shape, tuple((origins[own], block) for own, block in blocks))
+    return tensors

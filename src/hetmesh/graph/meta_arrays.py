@@ -158,20 +158,11 @@ class MetaArrays(Sequence[SampleMeta]):
         items, item_ends = _gathered(self.item_ends, chosen)
         names, name_ends = _gathered(self.name_ends, chosen)
         bad = self.unreadable
-        return MetaArrays(
-            self.tokens[chosen],
-            self.targets[spans],
-            target_ends,
-            self.kinds,
-            self.items[items],
-            item_ends,
-            self.names[names],
-            name_ends,
-            {at: bad[i] for at, i in enumerate(chosen.tolist()) if i in bad} if bad else {},
-            {name: rows[chosen] for name, rows in self.rows.items()},
-            self.position_ids,
-            [self.given[i] for i in chosen.tolist()] if self.given else (),
-        )
+        unreadable = {at: bad[i] for at, i in enumerate(chosen.tolist()) if i in bad} if bad else {}
+        rows = {name: counts[chosen] for name, counts in self.rows.items()}
+        given = [self.given[i] for i in chosen.tolist()] if self.given else ()
+        columns = self.tokens[chosen], self.targets[spans], target_ends, self.kinds, self.items[items], item_ends
+        return MetaArrays(*columns, self.names[names], name_ends, unreadable, rows, self.position_ids, given)
 
     def meta(self, index: int) -> SampleMeta:
         """That of one sample.

@@ -136,14 +136,9 @@ def stage_graph(graph: ModuleGraph) -> StageGraph:
     for stage in stages:
         if stage in trainable or any(e.source in reached for e in edges if e.destination == stage):
             reached.add(stage)
-    return StageGraph(
-        tuple(stages),
-        tuple(edges),
-        frozenset(reached),
-        frozenset(e for e in edges if e.source in reached),
-        frozenset(trainable),
-        tuple(tuple(sorted(graph[s.module].stage_mesh(s.index).ranks)) for s in stages),
-    )
+    gradient_edges = frozenset(edge for edge in edges if edge.source in reached)
+    ranks = tuple(tuple(sorted(graph[s.module].stage_mesh(s.index).ranks)) for s in stages)
+    return StageGraph(tuple(stages), tuple(edges), frozenset(reached), gradient_edges, frozenset(trainable), ranks)
 
 
 def _frozen(graph: ModuleGraph, stage: Stage) -> bool:

@@ -25,47 +25,41 @@ def answer_tokens(
     source: Source,
     index: int = 0,
     *,
-    most: int = 128,
+    max_tokens: int = 128,
     ends: Collection[int] = (),
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one.
-    Placeholders of media are never said.
+    """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one, without
+    placeholders of media.
 
     Args:
-        most: tokens.
-        ends: tokens that end an answer; such a one is the last that is given.
+        ends: tokens that end an answer; the one that does is the last one returned.
         temperature: 0 takes the most likely token; above, one is drawn from softmax(logits / temperature).
         seed: of what is drawn.
     """
     draw = torch.Generator().manual_seed(seed)
-    silent = list(source.placeholders.values())
-    rows: dict[str, Tensor] = {}
-    cache = model.cache()
-    said: list[int] = []
-    while len(said) < most and not (said and said[-1] in ends):
-        logits = model.logits(Continued(source, [index], [said]), rows, cache)[-1].double().cpu()
-        logits[silent] = -torch.inf
+    placeholders = list(source.placeholders.values())
+    rows, cache, answer = dict[str, Tensor](), model.cache(), list[int]()
+    while len(answer) < max_tokens and not (answer and answer[-1] in ends):
+        logits = model.logits(Continued(source, [index], [answer]), rows, cache)[-1].double().cpu()
+        logits[placeholders] = -torch.inf
         if temperature > 0:
             chosen = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=draw))
         else:
             chosen = int(logits.argmax())
-        said.append(chosen)
+        answer.append(chosen)
         yield chosen
 
 
 def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
-    """What makes samples of questions: the recipe's source, or the first of its mixture that can.
-
-    Raises:
-        RecipeError: none can.
-    """
+    """What makes samples of questions: the recipe's source, or the first of its mixture that can. Raises RecipeError:
+    none can."""
     parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
     for part in parts:
         if isinstance(part, PromptSource):
             return part
-    named = " and ".join(repr(each.source) for each in recipe.data.mixture or (recipe.data,))
+    named = " and ".join(repr(data.source) for data in recipe.data.mixture or (recipe.data,))
     raise RecipeError(
         f"data.source = {named}: it cannot make a sample of a question (it has no `prompt`; "
         "hetmesh.data.source.PromptSource); ask one of its own with --sample"

@@ -1,23 +1,23 @@
-"""The modules of a recipe in this process alone, whatever its layout, with weights of a run or of directories."""
+"""The modules of a recipe on one rank, whatever its layout: the forward of answers, and of the self-check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
-from hetmesh.checkpoint.initial_check import check_initial_weights
-from hetmesh.checkpoint.initial_load import KEY
+from hetmesh.checkpoint.initial_load import KEY, check_initial_weights
 from hetmesh.checkpoint.saved_run import SavedRun
-from hetmesh.data.loader import Loader
+from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.graph import ModuleGraph, Stage, output_key
+from hetmesh.graph import Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
 from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -25,31 +25,32 @@ from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import check_complete
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.modules import empty_module, loaded_module
+from hetmesh.resolve.modules import deferred_module, loaded_module
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.feed import Feed
 
-LONGEST = 1 << 20
-"""Tokens of a sample that nothing is cut off."""
+MAX_TOKENS = 1 << 20
+"""Longest sample, in tokens."""
 
 
 @dataclass(frozen=True, eq=False)
 class OneProcess:
-    """Modules that are ready to compute. Made by `OneProcess.load`.
+    """Modules that are ready to compute, in evaluation mode on `device`. Made by `OneProcess.load`.
 
     Attributes:
-        recipe: with all modules on one rank.
-        source: of the recipe's data.
-        modules: in evaluation mode, by name.
-        device: where they are.
+        resolved: the recipe with all modules on one rank.
     """
 
-    recipe: Recipe
-    source: Source
-    adapters: Mapping[str, Adapter]
-    graph: ModuleGraph
+    resolved: ResolvedRecipe
     modules: Mapping[str, nn.Module]
     device: torch.device
+
+    def __post_init__(self) -> None:
+        for name, module in self.modules.items():
+            use = self.resolved.adapters[name].abilities.use_packed
+            if self.resolved.graph[name].packed and use is not None:
+                use(module)
+            module.eval()
 
     @classmethod
     def load(cls, recipe: Recipe, run: SavedRun | None = None, device: torch.device | str = "cpu") -> OneProcess:
@@ -63,7 +64,8 @@ class OneProcess:
             CheckpointError: the checkpoint cannot be read, or has other tensors than the modules.
         """
         alone = on_one_rank(recipe)
-        source, adapters, graph = describe(alone)
+        resolved = resolve(alone)
+        adapters, graph = resolved.adapters, resolved.graph
         if run is None and recipe.checkpoint.initial_load_path:
             if afresh := recipe.checkpoint.exclude_from_loading:
                 raise RecipeError(
@@ -72,103 +74,99 @@ class OneProcess:
                 )
             path = Path(recipe.checkpoint.initial_load_path)
             check_complete(path, KEY)
-            check_initial_weights(alone, adapters)
-            run = SavedRun(alone, path)
+            check_initial_weights(resolved)
+            run = SavedRun(alone, path, resolved)
         modules: dict[str, nn.Module] = {}
         for name in graph.order:
-            if run is None:
-                _check_weights(alone, name)
+            if run is not None:
+                module = _of_run(alone, adapters[name], name, run)
+            elif pretrained_of(name, alone.modules[name]) is not None:
                 module = loaded_module(alone, adapters[name], name)
             else:
-                module = _of_run(alone, adapters[name], name, run)
-            use = adapters[name].abilities.use_packed
-            if graph[name].packed and use is not None:
-                use(module)
-            modules[name] = module.to(device).eval()
-        return cls(alone, source, adapters, graph, modules, torch.device(device))
+                raise RecipeError(
+                    f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run "
+                    "that kept a checkpoint, or checkpoint.initial_load_path"
+                )
+            modules[name] = module.to(device)
+        return cls(resolved, modules, torch.device(device))
 
     def loader(self, source: Source) -> Loader:
         """What expands the samples of another source of the same vocabulary."""
-        return Loader(source, len(source), make_prepare(self.recipe, self.graph, self.adapters), shuffle=False)
+        return Loader(source, len(source), self.resolved.expander, shuffle=False)
 
     def cache(self) -> Cache | None:
         """What `logits` may keep between the tokens of an answer; None where the LLM computes all of them again."""
-        sink = self.graph.sink
-        return {} if keeps_keys(self.adapters[sink.name], self.modules[sink.name], sink.packed) else None
+        sink = self.resolved.graph.sink
+        return {} if keeps_keys(self.resolved.adapters[sink.name], self.modules[sink.name], sink.packed) else None
 
+    def feed(self, loader: Loader, batch: DrawnBatch) -> Feed:
+        """What the modules read of the samples in `batch`, which `loader` drew, as one microbatch."""
+        plan = plan_batch(self.resolved.graph, batch.metas, len(batch), BalanceOptions(policy="none"))
+        return Feed(loader, batch, plan, self.resolved.adapters, 0)
+
+    def run(self, name: str, feed: Feed, rows: dict[str, Tensor]) -> None:
+        """Put what module `name` computes of `feed` and of `rows`, the outputs of earlier modules, into `rows`."""
+        result = self.resolved.adapters[name].forward(self.modules[name], *self._inputs(name, feed, rows))
+        named = {"": result} if isinstance(result, Tensor) else result
+        rows |= {output_key(name, output): tensor for output, tensor in named.items()}
+
+    def _inputs(self, name: str, feed: Feed, rows: Mapping[str, Tensor]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+        given = feed(Stage(name, 0), 0)
+        tensors = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
+        return with_tensors(given, tensors), {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
+
+    @torch.no_grad()
     def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:
         """The logits of the targets of all samples of `source`, `[targets, vocab]`, by the modules' own forward.
 
         Args:
-            rows: what encoders and projectors gave; those that are missing are computed and put there.
+            rows: outputs of encoders and projectors; missing ones are computed and added.
             cache: from the call for the token before, of the one sample of `source`: only the last target's logits
-                are given.
+                are returned.
         """
         rows = {} if rows is None else rows
-        loader = self.loader(source)
-        drawn = loader.batch(0)
-        plan = plan_batch(self.graph, drawn.metas, len(drawn), BalanceOptions(policy="none"))
-        feed = Feed(loader, drawn, plan, self.adapters, 0)
-        sink = self.graph.sink.name
-        with torch.no_grad():
-            for name in self.graph.order:
-                if name != sink and name in rows:
-                    continue
-                inputs = {b.key: rows[b.key] for b in self.graph.inputs(name)}
-                given = feed(Stage(name, 0), 0)
-                batch = with_tensors(
-                    given, {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in given.items()}
-                )
-                adapter, module = self.adapters[name], self.modules[name]
-                if name == sink and cache is not None:
-                    assert isinstance(adapter, CausalLMAdapter)
-                    return next_logits(adapter, module, batch, inputs, cache)
-                result = adapter.forward(module, batch, inputs)
-                if name == sink:
-                    assert isinstance(result, Tensor)
-                    return result
-                named = {"": result} if isinstance(result, Tensor) else result
-                rows |= {output_key(name, output): each for output, each in named.items()}
-        raise AssertionError("the sink is the last of the order")
+        loader, graph = self.loader(source), self.resolved.graph
+        sink = graph.sink.name
+        feed = self.feed(loader, loader.batch(0))
+        for name in graph.order:
+            if name == sink and cache is not None:
+                adapter = self.resolved.adapters[name]
+                assert isinstance(adapter, CausalLMAdapter)
+                return next_logits(adapter, self.modules[name], *self._inputs(name, feed, rows), cache)
+            if name == sink or name not in rows:
+                self.run(name, feed, rows)
+        return rows.pop(sink)
 
 
-def on_one_rank(recipe: Recipe) -> Recipe:
-    """`recipe` with all modules on one rank, one sample at a time, of which nothing is cut."""
-    kept = {name: getattr(recipe, name) for name in Recipe.model_fields}
-    kept["parallelism"] = sections.Parallelism()
-    kept["balance"] = sections.Balance(policy="none")
-    kept["activation_checkpoint"] = sections.ActivationCheckpoint()
-    kept["compile"] = sections.Compile()
-    training = recipe.training
-    kept["training"] = sections.Training(  # of as many steps: a schedule of learning rates must not end before them
-        local_batch_size=1, seq_len=LONGEST, dtype=training.dtype, steps=training.steps
-    )
-    return Recipe.model_validate(kept)
+def on_one_rank(recipe: Recipe, **training: Any) -> Recipe:
+    """`recipe` with all modules on one rank, one sample per step without a length limit.
 
-
-def _check_weights(recipe: Recipe, name: str) -> None:
-    if pretrained_of(name, recipe.modules[name]) is None:
-        raise RecipeError(
-            f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run that "
-            "kept a checkpoint, or checkpoint.initial_load_path"
-        )
+    Args:
+        training: keys of `[training]` that differ from that.
+    """
+    tables = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    tables |= {"parallelism": sections.Parallelism(), "balance": sections.Balance(policy="none")}
+    tables |= {"activation_checkpoint": sections.ActivationCheckpoint(), "compile": sections.Compile()}
+    # As many steps as the recipe: a schedule of learning rates must not end before them.
+    given = {"local_batch_size": 1, "seq_len": MAX_TOKENS, "dtype": recipe.training.dtype} | training
+    tables["training"] = sections.Training(steps=recipe.training.steps, **given)
+    return Recipe.model_validate(tables)
 
 
 def _of_run(recipe: Recipe, adapter: Adapter, name: str, run: SavedRun) -> nn.Module:
-    deferred = empty_module(recipe, adapter, name)
-    module = deferred.materialized()
-    held = set(run.names)
-    wanted: dict[str, Tensor] = {}
+    module = deferred_module(recipe, adapter, name, empty=True).materialized()
+    saved, tensors = set(run.names), dict[str, Tensor]()
+    of_another_run = run.recipe is recipe  # which may have had no adapters
     for key, tensor in module.state_dict().items():
         own = f"{name}.{key}"
-        if own not in held and run.recipe is recipe:  # weights of another run, which may have had no adapters
+        if own not in saved and of_another_run:
             if is_adapter(own):
                 continue
             own = base_name(own)
-        if own not in held or run.shape(own) != tuple(tensor.shape):
-            there = f"has the shape {run.shape(own)}, not {tuple(tensor.shape)}" if own in held else "is missing"
-            hint = f"; {KEY} names it" if run.recipe is recipe else ""
-            raise CheckpointError(f"checkpoint {run.path} does not fit the recipe: {own} {there}{hint}")
-        wanted[own] = tensor
-    run.read_into(wanted)
+        if own not in saved or run.shape(own) != tuple(tensor.shape):
+            problem = f"has the shape {run.shape(own)}, not {tuple(tensor.shape)}" if own in saved else "is missing"
+            hint = f"; {KEY} names it" if of_another_run else ""
+            raise CheckpointError(f"checkpoint {run.path} does not fit the recipe: {own} {problem}{hint}")
+        tensors[own] = tensor
+    run.read_into(tensors)
     return module

@@ -119,18 +119,16 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
     for chosen in sorted(itertools.product(*map(range, map(len, sizes))), key=lambda each: (sum(each), each)):
         counts = [near[i] for near, i in zip(sizes, chosen, strict=True)]
         rest = ranks - sum(counts)
-        if rest > 0 and next(_usable(problem, sum(counts), rest), None) is not None:
+        if rest > 0 and _usable(problem, sum(counts), rest):
             yield (*counts, rest)
             found += 1
             if found == _SPLITS:
                 return
 
 
-def _usable(problem: Problem, first: int, ranks: int) -> Iterator[ModulePlan]:
-    """Layouts of the sink over whose lanes a batch divides."""
-    for plan in module_plans(problem, problem.own[-1], first, ranks):
-        if problem.global_batch_size % plan.lanes == 0:
-            yield plan
+def _usable(problem: Problem, first: int, ranks: int) -> bool:
+    """Whether there is a layout of the sink over whose lanes a batch divides."""
+    return any(problem.global_batch_size % p.lanes == 0 for p in module_plans(problem, problem.own[-1], first, ranks))
 
 
 def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:

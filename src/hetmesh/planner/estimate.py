@@ -112,12 +112,8 @@ class Estimator:
             costs.append(known[alike])
             once = max(once, stage.reduce)
         held = most_held(problem.facts[name].shape, spec, problem.optimizer)
-        return ModuleEstimate(
-            tuple(cost.forward + cost.backward for cost in costs),
-            once,
-            math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank,
-            held,
-        )
+        kept = math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank
+        return ModuleEstimate(tuple(cost.forward + cost.backward for cost in costs), once, kept, held)
 
 
 def _padded(problem: Problem, samples: float) -> dict[str, int]:

@@ -98,14 +98,9 @@ class LayoutPlan:
 
     def key(self) -> tuple:
         """What tells candidates apart, and orders equals."""
-        return (
-            self.placement,
-            tuple((name, *astuple(own)) for name, own in self.modules.items()),
-            self.schedule,
-            self.microbatch_size,
-            self.stages_per_rank,
-            tuple(self.shares.items()),
-        )
+        modules = tuple((name, *astuple(own)) for name, own in self.modules.items())
+        step = self.schedule, self.microbatch_size, self.stages_per_rank
+        return self.placement, modules, *step, tuple(self.shares.items())
 
 
 def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:

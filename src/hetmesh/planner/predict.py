@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -147,20 +148,14 @@ class Predictor:
         tokens = float(problem.samples.tokens.mean()) * problem.global_batch_size
         ideal = 0.0
         for name, flops in self._flops.items():
-            rate = problem.machine.peak(str(problem.graph[name].options.row_dtype).removeprefix("torch."))
-            ideal += flops / rate if rate else float("nan")
+            peak_flops = problem.machine.peak(str(problem.graph[name].options.row_dtype).removeprefix("torch."))
+            ideal += flops / peak_flops if peak_flops else float("nan")
         mfu = ideal / (step * problem.ranks)
         each = [average_bubbles(timeline) for timeline in timelines]
         kinds = {kind: float(np.mean([getattr(one, kind) for one in each])) for kind in ("compute", *CLASSES)}
-        return Prediction(
-            plan,
-            step,
-            tokens / step / problem.ranks,
-            None if mfu != mfu else mfu,
-            peak,
-            not problem.limit or peak + reserved <= problem.limit,
-            MappingProxyType(kinds),
-        )
+        fits = not problem.limit or peak + reserved <= problem.limit
+        rate = tokens / step / problem.ranks
+        return Prediction(plan, step, rate, None if mfu != mfu else mfu, peak, fits, MappingProxyType(kinds))
 
     def timelines(self, plan: LayoutPlan) -> list[Timeline]:
         """The simulated step of each sampled batch, with as many lanes as stand for all."""
@@ -190,16 +185,8 @@ class Predictor:
         whole = laid_out(problem, plan)
         graph, share = some_lanes(whole, self.lanes)
         shapes = {name: facts.shape for name, facts in problem.facts.items()}
-        model = StepModel(
-            graph,
-            shapes,
-            problem.machine,
-            profile=problem.profile,
-            optimizer=problem.optimizer,
-            layers=self.layers,
-            sample=self.sample,
-            whole=whole,
-        )
+        known: dict[str, Any] = {"profile": problem.profile, "optimizer": problem.optimizer, "layers": self.layers}
+        model = StepModel(graph, shapes, problem.machine, sample=self.sample, whole=whole, **known)
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes, microbatch_shares=plan.shares)
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance, assign=self._assign)

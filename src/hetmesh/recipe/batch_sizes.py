@@ -58,10 +58,5 @@ def batch_sizes(
             f"lanes = {local_batch_size} x {lanes} = {per_round}; nearest are {nearest}"
             + (f", or a local_batch_size of {local}" if local else "")
         )
-    return BatchSizes(
-        global_batch_size=global_batch_size,
-        local_batch_size=local_batch_size,
-        microbatch_size=microbatch_size,
-        lanes=lanes,
-        num_microbatches=global_batch_size // (lanes * microbatch_size),
-    )
+    num_microbatches = global_batch_size // (lanes * microbatch_size)
+    return BatchSizes(global_batch_size, local_batch_size, microbatch_size, lanes, num_microbatches)

@@ -58,7 +58,7 @@ class Recipe(sections.Section):
     @cached_property
     def wiring(self) -> Wiring:
         """Which modules there are, who feeds whom and where each lies. The ModuleGraph is made of it and of the models
-        (`hetmesh.resolve.build_graph`)."""
+        (`hetmesh.resolve.resolved`)."""
         # Meshes import torch (a second or more): a misspelt key is reported before that.
         from hetmesh.recipe.wiring import wiring
 

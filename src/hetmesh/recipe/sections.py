@@ -6,8 +6,9 @@ taken is in `hetmesh.recipe.torchtitan_keys`.
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -80,12 +81,12 @@ CheckpointMode = Literal["none", "selective", "full"]
 ComputeDtype = Literal["float32", "bfloat16"]
 
 
-def name_in(registry: Callable[[], Iterable[str]], spelling: Callable[[str], str] = str) -> AfterValidator:
-    """A validator of values that are names in a registry of a room above; imported where such a key is read, for a
+def name_in(room: str, registry: str, spelling: Callable[[str], str] = str) -> AfterValidator:
+    """A validator of values that are names in a registry of another room; imported where such a key is read, for a
     mistyped recipe should not wait for torch. `spelling` is how recipes write a name."""
 
     def check(value: str) -> str:
-        if value not in (known := registry()):
+        if value not in (known := getattr(importlib.import_module(room), registry)):
             names = sorted(map(spelling, known))
             raise ValueError(f"should be {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
         return value
@@ -93,35 +94,13 @@ def name_in(registry: Callable[[], Iterable[str]], spelling: Callable[[str], str
     return AfterValidator(check)
 
 
-def _assignments() -> Iterable[str]:
-    from hetmesh.context import POLICIES
-
-    return POLICIES
-
-
-def _masks() -> Iterable[str]:
-    from hetmesh.context.masks import MASKS
-
-    return MASKS
-
-
-def _schedules() -> Iterable[str]:
-    from hetmesh.schedule import POLICIES
-
-    return POLICIES
-
-
-def _balancers() -> Iterable[str]:
-    from hetmesh.balance import POLICIES
-
-    return POLICIES
-
-
-TokenAssignment = Annotated[str, name_in(_assignments)]
-AttentionMask = Annotated[str, name_in(_masks)]
-SchedulePolicy = Annotated[str, BeforeValidator(schedule_name), name_in(_schedules, schedule_spelling)]
+TokenAssignment = Annotated[str, name_in("hetmesh.context", "POLICIES")]
+AttentionMask = Annotated[str, name_in("hetmesh.context.masks", "MASKS")]
+SchedulePolicy = Annotated[
+    str, BeforeValidator(schedule_name), name_in("hetmesh.schedule", "POLICIES", schedule_spelling)
+]
 InnerSchedule = Annotated[Literal["1f1b", "interleaved", "zero_bubble"], BeforeValidator(schedule_name)]
-BalancePolicy = Annotated[str, name_in(_balancers)]
+BalancePolicy = Annotated[str, name_in("hetmesh.balance", "POLICIES")]
 
 
 class JobKeys(Section):
@@ -256,9 +235,7 @@ class Data(NamesCode):
     mixture: tuple[Mixed, ...] = ()
     num_workers: Count = 0  # processes per rank that load samples ahead of need; 0: the rank itself, when it needs them
     prefetch_factor: Size = 2  # microbatches that each of them has loaded or is loading
-    on_bad_sample: Literal["stop", "skip"] = (
-        "stop"  # one that cannot be read: end the run, or leave it out and count it
-    )
+    on_bad_sample: Literal["stop", "skip"] = "stop"  # one that cannot be read: end the run, or leave it out, counted
     on_no_target: Literal["count", "stop"] = "count"  # a sample that adds nothing to the loss: name the first, or end
 
     @property
@@ -381,9 +358,7 @@ class Balance(Section):
     policy: BalancePolicy = "auto"  # "none": in the order in which samples are drawn
     max_tokens: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # by module, in one microbatch
     microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
-    microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = (
-        FrozenDict()
-    )  # of encoders' lanes, whole
+    microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = FrozenDict()  # of encoders' lanes
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
     deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
 

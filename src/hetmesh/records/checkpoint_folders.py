@@ -19,7 +19,7 @@ from hetmesh.records.checksums import MANIFEST
 COMPLETE = MANIFEST  # written last, and the folder gets its name after that
 PARTIAL = ".partial"  # what a save adds to the folder's name until all is written
 RESTORE, GO_ON = "restore it from a copy", "remove the folder to go on without it"
-_LOOK = 0.1  # seconds between two looks at a folder of another machine
+_LOOK_S = 0.1  # between two looks at a folder of another machine
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -29,12 +29,8 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def newest_step(folder: Path) -> int:
-    """The newest step with a complete checkpoint in `folder`, -1 if there is none.
-
-    Raises:
-        CheckpointError: a newer one has lost its checksums.
-        OSError: the folder cannot be read.
-    """
+    """The newest step with a complete checkpoint in `folder`, -1 if there is none. Raises CheckpointError: a newer one
+    has lost its checksums; OSError."""
     named = _steps(folder, lambda path: any(file.is_file() for file in path.iterdir()))
     newest = max(complete_steps(folder), default=-1)  # after that: a run may go on there meanwhile
     for step in named:
@@ -49,30 +45,24 @@ def check_complete(path: Path, key: str) -> None:
         return
     if (path / checksums.METADATA).is_file():
         raise RecipeError(f"{key} = {str(path)!r}: {checksums.no_manifest(path)}")
-    try:
+    there = ""
+    with contextlib.suppress(OSError):
         there = ", ".join(f"step-{step}" for step in complete_steps(path.parent))
-    except OSError:
-        there = ""
-    raise RecipeError(
-        f"{key} = {str(path)!r}: no complete checkpoint there; {path.parent} has {there or 'none'}: train the recipe "
-        "that is to leave it, or name another folder"
-    )
+    hint = f"{path.parent} has {there or 'none'}: train the recipe that is to leave it, or name another folder"
+    raise RecipeError(f"{key} = {str(path)!r}: no complete checkpoint there; {hint}")
 
 
-def advice(folder: Path, step: int, told: str) -> str:
-    """What to do about the checkpoint of `step` in `folder`, which cannot be read for the reason `told`. Earlier ones
+def advice(folder: Path, step: int, reason: str) -> str:
+    """What to do about the checkpoint of `step` in `folder`, which cannot be read for `reason`. Earlier ones
     are no help where they are linked to the damaged file."""
-    earlier = [each for each in complete_steps(folder) if each < step]
-    files = [file for file in (folder / f"step-{step}").glob("*.distcp") if file.name in told]
-    linked = [s for s in earlier for f in files if _same(f, folder / f"step-{s}" / f.name)]
-    whole = [s for s in earlier if s not in linked]
+    earlier = [other for other in complete_steps(folder) if other < step]
+    files = [file for file in (folder / f"step-{step}").glob("*.distcp") if file.name in reason]
+    others = [(s, file, folder / f"step-{s}" / file.name) for s in earlier for file in files]
+    linked = [s for s, file, other in others if other.is_file() and os.path.samefile(file, other)]
+    usable = [s for s in earlier if s not in linked]
     also = f"; it is in {', '.join(f'step-{s}' for s in linked)} too, by a link" if linked else ""
-    go_on = f"remove the folder to resume from step-{whole[-1]}" if whole else "" if linked else GO_ON
+    go_on = f"remove the folder to resume from step-{usable[-1]}" if usable else "" if linked else GO_ON
     return f"{RESTORE}, or {go_on}{also}" if go_on else f"{RESTORE}{also}"
-
-
-def _same(file: Path, other: Path) -> bool:
-    return other.is_file() and os.path.samefile(file, other)
 
 
 def step_of(path: Path) -> int | None:
@@ -93,11 +83,8 @@ def _steps(folder: Path, holds: Callable[[Path], bool]) -> list[int]:
 
 
 def probe(folder: Path) -> Path:
-    """Make `folder` and a file in it that was never there, and remove what killed saves left. Raises OSError.
-
-    Returns:
-        The file.
-    """
+    """Make `folder` and a file in it that was never there, which is returned; remove what killed saves left. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f".probe-{secrets.token_hex(4)}{PARTIAL}"
     file.write_bytes(b"x")
@@ -108,23 +95,18 @@ def probe(folder: Path) -> Path:
 
 
 def unusable(file: Path, rank: int, patience: float) -> str:
-    """Why `rank` cannot write beside rank 0, which has made `file`, and removes it; empty if it can.
-
-    Args:
-        patience: seconds that it may take until `file` is seen.
-    """
+    """Why `rank` cannot write beside rank 0, which has made `file`, and removes it; empty if it can. It may take
+    `patience` seconds until `file` is seen."""
     here, deadline = f"rank {rank} on {socket.gethostname()}", time.monotonic() + patience
-    own = file.with_name(f"{file.name}.{rank}{PARTIAL}")
+    shared = "all machines need the same job.dump_folder, on a file system that they share"
+    probe_file = file.with_name(f"{file.name}.{rank}{PARTIAL}")
     try:
         while not file.exists():
             if time.monotonic() > deadline:
-                return (
-                    f"{here} does not see what rank 0 writes there: all machines need the same job.dump_folder, on a "
-                    "file system that they share"
-                )
-            time.sleep(_LOOK)
-        own.write_bytes(b"x")
-        own.unlink()
+                return f"{here} does not see what rank 0 writes there: {shared}"
+            time.sleep(_LOOK_S)
+        probe_file.write_bytes(b"x")
+        probe_file.unlink()
     except OSError as error:
         return f"{here}: {error}"
     return ""
@@ -152,12 +134,9 @@ def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, check
 
 
 def retire_old(folder: Path, keep_latest: int) -> list[Path]:
-    """Take their names from the checkpoints in `folder` but for the `keep_latest` newest; from none if that is 0.
-    Raises OSError.
-
-    Returns:
-        What they are called now, to be removed: that takes its time, and a folder that is half gone is no checkpoint.
-    """
+    """Take their names from the checkpoints in `folder` but for the `keep_latest` newest; from none if that is 0. Gives
+    what they are called now, to be removed: that takes its time, and a folder that is half gone is no checkpoint.
+    Raises OSError."""
     retired = []
     for old in complete_steps(folder)[:-keep_latest] if keep_latest else ():
         retired.append(folder / f"step-{old}.{secrets.token_hex(4)}.old{PARTIAL}")

@@ -16,15 +16,10 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError
-from hetmesh.files import from_json, open_file, read_file
+from hetmesh.files import from_json, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
@@ -48,10 +43,9 @@ class Reader(FileSystemReader):
             raise ValueError("it is no index of DCP's")
         if not isinstance(found.state_dict_metadata, dict):
             raise ValueError("it lists no tensors")
-        if odd := [
-            n for n, e in found.state_dict_metadata.items() if not isinstance(getattr(e, "size", _NONE), torch.Size)
-        ]:
-            raise ValueError(f"{odd[0]} has no size")
+        for name, entry in found.state_dict_metadata.items():
+            if not isinstance(getattr(entry, "size", torch.Size()), torch.Size):
+                raise ValueError(f"{name} has no size")
         kinds = {type(entry) for entry in found.state_dict_metadata.values()}
         if not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
             raise ValueError(f"it describes tensors as {kinds}")
@@ -63,9 +57,6 @@ class Reader(FileSystemReader):
         return found
 
 
-_NONE = torch.Size()  # of what is no tensor
-
-
 class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for whatever number a file gives an object
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
@@ -74,17 +65,15 @@ class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
+_DCP_CLASSES = "Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING "
+_DCP_CLASSES += "TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata"
 _NAMES = {
-    *(
-        (_DCP, name)
-        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
-    ),
-    *((_DCP, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((_DCP, name) for name in _DCP_CLASSES.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
-    *(("torch", str(each).removeprefix("torch.")) for each in vars(torch).values() if isinstance(each, torch.dtype)),
+    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
 }
 """What DCP's index may name: its own classes, and what torch's sizes, dtypes and layouts are pickled as."""
 
@@ -110,11 +99,7 @@ class SavedPart:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """DCP's index of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it is none.
-    """
+    """DCP's index of a checkpoint. Raises CheckpointError: there is none, or it is none."""
     try:
         return Reader(folder).read_metadata()
     except Exception as error:  # whatever unpickling makes of a damaged file
@@ -141,47 +126,22 @@ class Comparison:
         return self._expected == (self._crc if self._hash is None else self._hash.hexdigest())
 
 
-def _unequal(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[SavedPart]:
-    """Of the parts of `sums`, in one file, those that are others now, or are not all there.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    found, buffer = [], memoryview(bytearray(CHUNK))  # one for all: new memory costs more than what is summed up in it
-    file = next(iter(sums)).file
-    with open_file(folder / file, buffering=0) as stream:
-        for part, expected in sums.items():
-            stream.seek(part.offset)
-            left, comparison = part.length, Comparison(expected)
-            while left and (count := stream.readinto(buffer[: min(left, CHUNK)])):  # type: ignore[attr-defined]
-                left -= count
-                comparison.update(buffer[:count])
-            if left or not comparison.equal():
-                found.append(part)
-    return found
-
-
 def write_manifest(folder: Path, sums: Mapping[SavedPart, Sum]) -> None:
     """Write the checksums of all parts, of the index and of themselves, to the disk."""
-    content = {
-        "metadata": zlib.crc32((folder / METADATA).read_bytes()),
-        "parts": [[*astuple(part), crc] for part, crc in sorted(sums.items())],
-    }
+    parts = [[*astuple(part), crc] for part, crc in sorted(sums.items())]
+    content = {"metadata": zlib.crc32((folder / METADATA).read_bytes()), "parts": parts}
     with open(folder / MANIFEST, "w", encoding="utf-8") as stream:
-        json.dump({"checksum": _own_sum(content), **content}, stream)
+        json.dump({"checksum": _content_sum(content), **content}, stream)
         stream.flush()
         os.fsync(stream.fileno())
 
 
 def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
-    """The checksums of a checkpoint's parts, after looking at those of the manifest and of the index.
-
-    Raises:
-        CheckpointError: one of these two files is missing, unreadable or has changed.
-    """
+    """The checksums of a checkpoint's parts, after looking at those of the manifest and of the index. Raises
+    CheckpointError: one of these two files is missing, unreadable or has changed."""
     try:
         content = from_json(read_file(folder / MANIFEST))
-        own = content.pop("checksum")
+        checksum = content.pop("checksum")
         sums = {
             SavedPart(str(file), int(offset), int(length), str(name)): crc if isinstance(crc, str) else int(crc)
             for file, offset, length, name, crc in content["parts"]
@@ -189,7 +149,7 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
         places = (place for part in sums for place in (part.offset, part.length))
         if not all(is_plain_name(part.file) for part in sums) or not all(0 <= place < 2**62 for place in places):
             raise ValueError
-        known, intact = content["metadata"], own == _own_sum(content)
+        known, intact = content["metadata"], checksum == _content_sum(content)
     except FileNotFoundError as error:
         raise CheckpointError(no_manifest(folder)) from error
     except OSError as error:
@@ -208,11 +168,7 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
 
 
 def manifest_sum(folder: Path) -> str:
-    """SHA-256 of a checkpoint's manifest, and so of all that it holds.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """SHA-256 of a checkpoint's manifest, and so of all that it holds. Raises CheckpointError: it cannot be read."""
     try:
         return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
     except FileNotFoundError as error:
@@ -223,29 +179,9 @@ def manifest_sum(folder: Path) -> str:
 
 def no_manifest(folder: Path) -> str:
     """What to say of a checkpoint without checksums."""
-    return (
-        f"checkpoint {folder} has no {MANIFEST}: it was copied in part, or written by an older version, and may not be "
-        "whole"
-    )
+    why = "it was copied in part, or written by an older version, and may not be whole"
+    return f"checkpoint {folder} has no {MANIFEST}: {why}"
 
 
-def damaged(folder: Path, sums: Mapping[SavedPart, Sum]) -> list[str]:
-    """What has changed since the checksums were made: file, tensor and place, in words."""
-    found = []
-    by_file: dict[str, dict[SavedPart, Sum]] = {}
-    for part, crc in sums.items():
-        by_file.setdefault(part.file, {})[part] = crc
-    for file, expected in by_file.items():
-        try:
-            wrong = _unequal(folder, expected)
-        except FileNotFoundError:
-            found.append(f"{file} is missing")
-        except OSError as error:
-            found.append(f"{file} cannot be read ({error.strerror})")
-        else:
-            found += [part.changed for part in wrong]
-    return found
-
-
-def _own_sum(content: Mapping[str, object]) -> int:
+def _content_sum(content: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())

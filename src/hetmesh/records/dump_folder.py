@@ -1,15 +1,21 @@
-"""Which folder a run writes to: one that it resumes, or one without results of another run. Rank 0 looks and claims."""
+"""Which folder a run writes to: one that it resumes, or one without results of another run. Rank 0 looks and claims it:
+a file in it is locked; where the file system has no locks, a name is taken that processes of this machine share. Both
+end with the process that has them, however it ends."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import itertools
 import os
 import re
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -19,7 +25,6 @@ from hetmesh.files import from_json, read_file, to_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step
 from hetmesh.records.events import EVENTS_FILE
-from hetmesh.records.folder_lock import Claim, claim_by
 from hetmesh.records.metrics_file import is_evaluation, kept_lines, trim_metrics
 
 RECIPE_FILE = "recipe.json"
@@ -38,12 +43,62 @@ _ENDING_S = 3.0  # that a run which was killed a moment ago may take to end
 _HINT = "job.dump_folder must be a folder that can be written"
 
 
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """A file of a folder, open to be read and written, that is this process's alone: locked, or `name` is taken in
+    place of a lock. `unnoticed`: which runs in the same folder nobody would notice; empty: none."""
+
+    file: IO[str]
+    unnoticed: str = ""
+    name: socket.socket | None = None
+
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+        return self.file.fileno()
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self.file.close()
+        if self.name is not None:
+            self.name.close()
+
+
+def claim_by(path: Path) -> Claim | None:
+    """Claim the folder of `path`, a file that is made where there is none; None: another run has it. Raises OSError."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Claim(file)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:  # a file system that knows no locks
+        pass
+    try:
+        return Claim(file, "one of another machine", _taken(path))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            file.close()
+            return None
+        return Claim(file, "another one")  # only Linux has such names
+
+
+def _taken(path: Path) -> socket.socket:
+    """A name that stands for `path`, in no file system: a socket's, which nobody else can bind. Raises OSError."""
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0hetmesh-{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()}")
+    except OSError:
+        name.close()
+        raise
+    return name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Where a run writes, equal on all ranks.
 
     Attributes:
-        path: the folder.
         step: the checkpoint to resume from; None for a run that starts anew.
         evaluated: whether an evaluation after `step` is in its metrics.jsonl; the last start may have ended before it.
         occupied: the recipe's dump_folder, where another run's results are in it; None where `path` is that folder.
@@ -78,18 +133,14 @@ class RunFolder:
     def begin(self, recipe: Recipe) -> dict[str, Any] | None:
         """Write down the recipe; drop an earlier summary and the metrics of steps that will come again, and of the last
         step's evaluation, which does too. Nothing is changed before this: a resume that is refused leaves everything as
-        it was. Does nothing on ranks without the claim.
-
-        Returns:
-            What `trim_metrics` dropped.
-        """
+        it was. Does nothing on ranks without the claim. Returns what `trim_metrics` dropped."""
         if self.claim is None:
             return None
         with writing(self.path / RECIPE_FILE, _HINT):
-            told = recipe.model_dump(mode="json", by_alias=True)
+            tables = recipe.model_dump(mode="json", by_alias=True)
             if recipe.code_folder is not None:
-                told[CODE_FOLDER] = recipe.code_folder
-            _replace_content(self.claim.fileno(), (to_json(told, indent=2) + "\n").encode())
+                tables[CODE_FOLDER] = recipe.code_folder
+            _replace_content(self.claim.fileno(), (to_json(tables, indent=2) + "\n").encode())
         dropped = None
         if self.step is not None:
             again = self.step == recipe.training.steps and recipe.validation.enable
@@ -112,7 +163,7 @@ def _replace_content(descriptor: int, text: bytes) -> None:
 
 
 def claim_folder(recipe: Recipe, world: World) -> RunFolder:
-    """Choose the folder of a run and claim it. Collective: rank 0 looks, the others hear of it.
+    """Choose the folder of a run and claim it. Collective: rank 0 looks, the others get its answer.
 
     With `[checkpoint] enable` a run goes on from the newest checkpoint under its dump_folder (or under the folder that
     an earlier run of this dump_folder took). Otherwise results that are there are left alone: `digits` is followed by
@@ -154,12 +205,8 @@ def _claim(recipe: Recipe) -> RunFolder:
 
 
 def resumable(recipe: Recipe) -> tuple[Path, int] | None:
-    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew.
-
-    Raises:
-        OutputError: a folder cannot be read.
-        CheckpointError: the newest checkpoint has lost its checksums.
-    """
+    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew. Raises
+    OutputError: a folder cannot be read; CheckpointError: the newest checkpoint has lost its checksums."""
     if not recipe.checkpoint.enable:
         return None
     asked = _asked(recipe)
@@ -181,10 +228,8 @@ def _asked(recipe: Recipe) -> Path:
 def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
     steps = recipe.training.steps
     if steps < step:
-        raise RecipeError(
-            f"training.steps = {steps}: the run in {folder} is at step {step} already; raise it, or give another "
-            "job.dump_folder to start anew"
-        )
+        hint = "raise it, or give another job.dump_folder to start anew"
+        raise RecipeError(f"training.steps = {steps}: the run in {folder} is at step {step} already; {hint}")
     summary = _summary(folder) if steps == step else {}
     if summary.get("steps") == step:
         return RunFolder(folder, step, summary=summary)
@@ -193,14 +238,13 @@ def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
         time.sleep(0.05)
         claim = _locked(folder)
     if claim is None:
-        raise OutputError(
-            f"{folder}: another process is training there; wait for it, or give another job.dump_folder to start anew"
-        )
+        hint = "wait for it, or give another job.dump_folder to start anew"
+        raise OutputError(f"{folder}: another process is training there; {hint}")
     if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
         claim.close()  # the run that had the lock until now went on meanwhile
         return _claim(recipe)
     kept, _ = kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(each, step) for _, each in kept))
+    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(record, step) for _, record in kept))
 
 
 def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
@@ -218,10 +262,8 @@ def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
 
 def _numbered(asked: Path) -> Iterator[Path]:
     yield asked
-    number = 2
-    while True:
+    for number in itertools.count(2):
         yield asked.with_name(f"{asked.name}-{number}")
-        number += 1
 
 
 def _followers(asked: Path) -> list[Path]:
@@ -247,10 +289,10 @@ def _asked_for(folder: Path) -> str | None:
 
 def _summary(folder: Path) -> dict[str, Any]:
     try:
-        found = from_json(read_file(folder / SUMMARY_FILE))
+        summary = from_json(read_file(folder / SUMMARY_FILE))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return summary if isinstance(summary, dict) else {}
 
 
 def check_folder(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""What befalls a run beside its steps: when it began, saved, went on and ended. Rank 0 writes it to events.jsonl."""
+"""What happens to a run besides its steps: start, save, resume, end. Rank 0 writes it to events.jsonl."""
 
 from __future__ import annotations
 
@@ -14,27 +14,20 @@ from hetmesh.errors import LOST_PEER
 from hetmesh.files import to_json, writing
 
 EVENTS_FILE = "events.jsonl"
-"""In a run's folder: a line for each, with a `timestamp`. Locked by the run that writes it, so that who reads it knows
-whether that one still lives."""
+"""In a run's folder: a line for each, with a `timestamp`. Locked by the run that writes it, which tells readers whether
+that one still lives."""
 
 STARTED, SAVED, ENDED = "started", "checkpoint", "ended"
 """Values of a line's `event`."""
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 """How a run ended, as `how` of its last line says. A run that is killed has no such line."""
 LONGEST_REASON = 2000  # characters
-_TRIES, _PAUSE = 5, 0.02  # s
+_TRIES, _PAUSE_S = 5, 0.02
 
 
 class RunEvents:
-    """Writes events.jsonl; what is in the file of a run that begins anew is dropped.
-
-    Args:
-        folder: the run's.
-        anew: the run resumes none.
-
-    Raises:
-        OutputError: the file cannot be written. So does `add`.
-    """
+    """Writes events.jsonl of a run's folder; what is in the file of a run that begins `anew` is dropped. Raises
+    OutputError: the file cannot be written. So does `add`."""
 
     def __init__(self, folder: Path, *, anew: bool) -> None:
         self._path = folder / EVENTS_FILE
@@ -47,7 +40,7 @@ class RunEvents:
             with suppress(OSError):  # or a file system knows no locks
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            time.sleep(_PAUSE)
+            time.sleep(_PAUSE_S)
 
     def _end_line(self) -> None:
         """A kill may have cut the last one short."""
@@ -59,9 +52,9 @@ class RunEvents:
 
     def add(self, event: str, **values: Any) -> None:
         """Write a line; what is None is left out."""
-        told = {key: value for key, value in values.items() if value is not None}
+        known = {key: value for key, value in values.items() if value is not None}
         with writing(self._path):
-            self._file.write(to_json({"event": event, "timestamp": now(), **told}) + "\n")
+            self._file.write(to_json({"event": event, "timestamp": now(), **known}) + "\n")
             self._file.flush()
 
     def started(self, step: int, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is known about a step: one line of metrics.jsonl, one log line."""
+"""What is known and measured of a step, as values: one line of metrics.jsonl, one log line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,75 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hetmesh.records.step_values import Measured, StepCost, StepLoad
+from hetmesh.balance.imbalance import BatchLoad
 
-LINE_WIDTH = 120
-"""Most characters of a log line."""
+LINE_WIDTH = 120  # characters of a log line
+_ALWAYS = ("step", "loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "time_s")
+_SAMPLES = ("samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
+_COUNTS = ("skipped_steps", "skipped_in_a_row", *_SAMPLES, "over_in_flight", "samples_by_source", "expert_placement")
+
+Loads = Mapping[str, Mapping[str, float]]
+"""By module: `balance_loss`, the mean over tokens and blocks, without its coefficient (`experts per token` where
+routing is even); `max_over_mean`, the tokens of the busiest expert over the mean expert's, in the block where that is
+largest; `ranks_max_over_mean`, the same of ranks along `ep`; `without_tokens`, experts of any block that got none."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What every rank knows about a step from metadata.
+
+    Attributes:
+        flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
+        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step at their peak in
+            the dtype in which it computes.
+        mfu: the time that all allocated ranks would have needed at their peak, over the time that they took.
+        imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
+    """
+
+    flops: Mapping[str, int] = field(default_factory=dict)
+    module_mfu: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """How even the microbatches and lanes of a step were, and would have been had every sample stayed where it was
+    drawn, in as many microbatches as the recipe asks for."""
+
+    drawn: BatchLoad
+    balanced: BatchLoad
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl has of it: `load` by module, and `deferred_samples`."""
+        load = {}
+        for name, balanced in self.balanced.modules.items():
+            drawn = {f"drawn_{key}": value for key, value in asdict(self.drawn.modules[name]).items()}
+            load[name] = {key: round(value, 4) for key, value in (asdict(balanced) | drawn).items()}
+        return {"load": load, "deferred_samples": self.balanced.deferred}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks measured in one step, gathered.
+
+    Attributes:
+        memory_bytes: the largest peak of any rank so far: allocated on CUDA, else resident.
+        active_ranks: those that hold a module.
+        boundary_bytes: received over all ranks, by boundary and direction.
+        wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
+        data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank, and
+            `wait_s`, the seconds that the rank which waited longest for them did.
+        experts: how even routing was, by module.
+    """
+
+    memory_bytes: int
+    active_ranks: int
+    allocated_ranks: int
+    boundary_bytes: Mapping[str, Mapping[str, int]]
+    wait_s: Mapping[str, float]
+    data: Mapping[str, float] = field(default_factory=dict)
+    experts: Loads = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -20,19 +85,18 @@ class StepMetrics:
         step: 1 for the first optimizer step.
         loss: cross-entropy per valid target token of the global batch.
         grad_norm: global 2-norm over all modules before clipping, replicas counted once.
-        lr: `[optimizer] lr` times the schedule's factor; modules with an own rate scale alike.
+        lr: `[optimizer] lr` times the schedule's factor; modules with a rate of their own scale alike.
         samples_per_s, tokens_per_s: of the whole job; tokens without padding.
-        time_s: wall time of the step.
         cost: FLOPs, MFU and imbalance; empty on ranks other than 0.
         measured: memory, bytes and waits, of the steps that are logged.
         load: how even microbatches and lanes were, of the steps that are logged; None on ranks other than 0.
         skipped: the step was left out, since loss or gradient were not finite.
         skipped_steps: so far, this one included; skipped_in_a_row: the last ones.
-        samples_without_target: of the global batch: they add nothing to the loss.
-        samples_skipped: of the global batch: they could not be read, and add nothing either.
+        samples_without_target, samples_skipped: of the global batch: without a target, or not readable; neither adds to
+            the loss.
         samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
-        expert_placement: by module, experts that changed their rank behind this step, how even ranks were and are, and
+        expert_placement: by module, experts that changed their rank after this step, how even ranks were and are, and
             the tokens of each expert since the last time.
         over_in_flight: microbatches beyond `bubble_fill_in_flight` that encoders might hold in this step.
     """
@@ -60,23 +124,15 @@ class StepMetrics:
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
-        own = {key: getattr(self, key) for key in ("step", "loss", "grad_norm", "lr")}
-        own |= {key: getattr(self, key) for key in ("samples_per_s", "tokens_per_s", "time_s")}
-        names = ("skipped_steps", "skipped_in_a_row", "samples_without_target", "samples_skipped")
-        more = ("media_dropped", "tokens_dropped", "over_in_flight")
-        counts: dict[str, Any] = {name: getattr(self, name) for name in (*names, *more)}
-        counts |= {"samples_by_source": self.samples_by_source, "expert_placement": self.expert_placement}
-        found = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
-        found |= self.load.record() if self.load else {}
-        return own | {k: v for k, v in counts.items() if v} | {k: v for k, v in found.items() if v not in (None, {})}
+        known = {key: getattr(self, key) for key in _ALWAYS}
+        counts = {key: value for key in _COUNTS if (value := getattr(self, key))}
+        more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
+        more |= self.load.record() if self.load else {}
+        return known | counts | {key: value for key, value in more.items() if value not in (None, {})}
 
     def line(self, steps: int, left_s: float | None = None) -> str:
-        """The log line, for people: what fits into `LINE_WIDTH` characters, which for any usual numbers is everything.
-
-        Args:
-            steps: of the whole run.
-            left_s: seconds until its end, as far as known.
-        """
+        """The log line, for people: what fits into `LINE_WIDTH` characters, which for any usual numbers is everything;
+        `steps` of the whole run, of which `left_s` seconds are left, as far as known."""
         shown = [
             f"step {self.step}/{steps}",
             f"loss {short(self.loss, 4)}" + (" (skipped)" if self.skipped else ""),
@@ -153,9 +209,7 @@ def run_summary(
     Args:
         steps: that are done, those before a resume included.
         seconds: that this start has trained.
-        loss: of the last step; None where there was no step.
         cut_short: `on_step` has ended the run before its last step.
-        evaluated: what the evaluations have found.
     """
     summary: dict[str, Any] = {"steps": steps, "ranks": ranks, "train_seconds": round(seconds, 3)}
     if loss is not None:
@@ -176,7 +230,7 @@ def amount(value: float) -> str:
 
 
 def short(value: float, decimals: int, limit: float = 1e4) -> str:
-    """A number in a few characters: with so many decimals below `limit`, beyond that with a power of ten."""
+    """A number in a few characters: with `decimals` below `limit`, beyond that with a power of ten."""
     return f"{value:.{decimals}f}" if abs(value) < limit else f"{value:.3g}"
 
 

@@ -11,17 +11,10 @@ from hetmesh.files import from_json, read_file, writing
 
 
 def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str, Any] | None:
-    """Drop the lines of metrics.jsonl after `step`, which will come again, and a last one that a kill cut short.
-
-    Args:
-        evaluates: the evaluation after `step` will come again too.
-
-    Returns:
-        Of the steps that are dropped: the `last`, its `timestamp`, and the `seconds` that they took; None: none is.
-
-    Raises:
-        OutputError: the file holds anything but a run's lines, or cannot be written.
-    """
+    """Drop the lines of metrics.jsonl after `step`, which will come again (where it `evaluates`, the evaluation after
+    `step` too), and a last one that a kill cut short. Returns of the steps that are dropped the `last`, its
+    `timestamp`, and the `seconds` that they took; None: none is. Raises OutputError: the file holds anything but a
+    run's lines, or cannot be written."""
     if not path.exists():
         return None
     kept, later = kept_lines(path, step)
@@ -32,16 +25,13 @@ def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str,
         temporary.replace(path)  # a kill right here loses nothing
     if not later:
         return None
-    seconds = sum(each.get("time_s") or 0.0 for each in later)
+    seconds = sum(record.get("time_s") or 0.0 for record in later)
     return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
 
 
 def kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
     """The lines up to `step` and what they hold, and what later ones hold; without a last one that a kill cut short.
-
-    Raises:
-        OutputError: see `trim_metrics`.
-    """
+    Raises OutputError: see `trim_metrics`."""
     kept: list[tuple[str, dict[str, Any]]] = []
     later: list[dict[str, Any]] = []
     if not path.exists():
@@ -53,10 +43,8 @@ def kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]],
             if found is None and number == len(lines):
                 break  # what a kill cut short
             if found is None:
-                raise OutputError(
-                    f"{path}, line {number}: {line[:60]!r} is not a step of a run; move the file away, or give another "
-                    "job.dump_folder"
-                )
+                hint = "move the file away, or give another job.dump_folder"
+                raise OutputError(f"{path}, line {number}: {line[:60]!r} is not a step of a run; {hint}")
             if found["step"] <= step:
                 kept.append((line + "\n", found))
             else:

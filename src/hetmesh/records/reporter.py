@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
 import os
 import sys
 from collections.abc import Mapping
@@ -12,19 +14,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hetmesh.errors import OutputError
+from hetmesh import _titan
+from hetmesh.errors import OutputError, RecipeError
 from hetmesh.files import to_json, write_json, writing
-from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, SUMMARY_FILE
+from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, SUMMARY_FILE, Claim
 from hetmesh.records.events import SAVED, RunEvents, now
-from hetmesh.records.folder_lock import Claim
-from hetmesh.records.loggers import Loggers, require_wandb
 from hetmesh.records.metrics import StepMetrics, flat
 
 _MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
 
 
 class _Log(Console):
-    """Standard output, for as long as it takes what is printed: a run goes on without it, and says so."""
+    """Standard output, for as long as it takes what is printed: a run goes on without it, and notes that."""
 
     def on_broken_pipe(self) -> None:
         """Who read is gone (rich would end the process)."""
@@ -38,26 +39,19 @@ class _Log(Console):
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
         with suppress(OSError):
-            told = f"note: standard output takes no more ({why}): the run goes on without its log\n"
-            os.write(2, told.encode())
+            os.write(2, f"note: standard output takes no more ({why}): the run goes on without its log\n".encode())
 
 
 class Reporter:
-    """Writes metrics on rank 0 and does nothing on the others.
+    """Writes metrics on rank 0 and does nothing on the others. Raises RecipeError: wandb is wanted but not installed;
+    OutputError: a file cannot be written. So does every method.
 
     Args:
         folder: the run's dump folder; lines are added to its metrics.jsonl.
-        steps: of the whole run.
         resumed_at: steps done by earlier runs.
-        log_freq: steps between two log lines.
         verbose: log lines with everything that is known.
-        tensorboard, wandb: which loggers to feed.
         config: the recipe, for Weights & Biases.
         claim: `RunFolder.claim`, released by `close`.
-
-    Raises:
-        RecipeError: wandb is wanted but not installed.
-        OutputError: a file cannot be written. So does every method.
     """
 
     def __init__(
@@ -117,13 +111,8 @@ class Reporter:
             self._pace = _MEMORY * self._pace + (1 - _MEMORY) * metrics.time_s
         elif metrics.step > 1:  # the first one also starts everything
             self._pace = metrics.time_s
-        self._progress.update(
-            self._task,
-            completed=metrics.step,
-            loss=metrics.loss,
-            norm=metrics.grad_norm,
-            rate=metrics.tokens_per_s,
-        )
+        shown: dict[str, Any] = {"loss": metrics.loss, "norm": metrics.grad_norm, "rate": metrics.tokens_per_s}
+        self._progress.update(self._task, completed=metrics.step, **shown)
         if not self.logs(metrics.step) and not metrics.skipped:
             return
         self._loggers.log({k: v for k, v in flat(metrics.record()).items() if k != "step"}, metrics.step)
@@ -153,13 +142,8 @@ class Reporter:
     def evaluation(
         self, step: int, scores: Mapping[str, float], by_kind: Mapping[str, float] | None = None, **more: float
     ) -> None:
-        """Report an evaluation, which has a line of its own in metrics.jsonl.
-
-        Args:
-            scores: a name and a number each.
-            by_kind: share of right answers per kind of question.
-            more: what only that line has.
-        """
+        """Report an evaluation, which has a line in metrics.jsonl: scores, shares of right answers `by_kind` of
+        question, and `more`, which only that line has."""
         named = {**scores, **(by_kind or {})}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
         self.print(f"validation at step {step}: {shown}")
@@ -202,11 +186,8 @@ class Reporter:
             self.console.lost(error.strerror or type(error).__name__)
 
     def close(self) -> None:
-        """Flush and close everything.
-
-        Raises:
-            OutputError: not all could be written; where an error is on its way already, that one is told.
-        """
+        """Flush and close everything. Raises OutputError: not all could be written; where an error is on its way
+        already, that one is raised."""
         if not self.active:
             return
         failing = sys.exception() is not None
@@ -218,3 +199,70 @@ class Reporter:
             each.enter_context(writing(self._path))
             each.callback(self._file.close)
             each.callback(self._progress.stop)
+
+
+class Loggers:
+    """Takes scalars and hands them to the loggers that the recipe switched on, both torchtitan's. What TensorBoard has
+    of steps after `resumed_at` is hidden: it will come again. Raises RecipeError: `wandb` is wanted but not installed;
+    OutputError: something cannot be written. So do all methods."""
+
+    def __init__(
+        self, folder: Path, *, tensorboard: bool = False, wandb: bool = False, config: Any = None, resumed_at: int = 0
+    ) -> None:
+        self.folder = folder
+        self._loggers: list[Any] = []
+        if tensorboard:
+            with writing(folder / "tensorboard"):
+                logger = _titan.tensorboard_logger()(str(folder / "tensorboard"), None)
+                if resumed_at:
+                    _hide_after(logger, resumed_at)
+            self._loggers.append(logger)
+        if wandb:
+            self._loggers.append(_wandb(folder, dict(config or {})))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log some scalars of one step."""
+        with writing(f"{self.folder}: a logger's files"):
+            for logger in self._loggers:
+                logger.log(dict(values), step)
+
+    def close(self) -> None:
+        """Flush and close all of them."""
+        with writing(f"{self.folder}: a logger's files"):
+            for logger in self._loggers:
+                logger.close()
+
+
+def _hide_after(logger: Any, step: int) -> None:
+    """Tell TensorBoard that events after `step` in older files of this folder are void."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    writer = logger.writer.file_writer
+    writer.add_event(Event(file_version="brain.Event:2"), step + 1)
+    writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step + 1)
+
+
+def require_wandb() -> None:
+    """Raise RecipeError unless wandb is installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise RecipeError("metrics.enable_wandb = true: wandb is not installed; pip install wandb, or set it to false")
+
+
+def _wandb(folder: Path, config: dict[str, Any]) -> Any:
+    require_wandb()
+    os.environ.setdefault("WANDB_PROJECT", "hetmesh")
+    if "WANDB_MODE" not in os.environ and not _logged_in():
+        os.environ["WANDB_MODE"] = "offline"  # otherwise it asks for a key; `wandb sync` uploads the run later
+    try:
+        return _titan.wandb_logger()(str(folder / "wandb"), config)
+    except Exception:
+        if os.environ.get("WANDB_MODE") == "offline":
+            raise
+        os.environ["WANDB_MODE"] = "offline"  # a run should not fail because a web server cannot be reached
+        return _titan.wandb_logger()(str(folder / "wandb"), config)
+
+
+def _logged_in() -> bool:
+    with suppress(OSError, netrc.NetrcParseError):
+        return bool(os.environ.get("WANDB_API_KEY")) or any("wandb" in host for host in netrc.netrc().hosts)
+    return False

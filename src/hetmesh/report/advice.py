@@ -3,73 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from statistics import mean, variance
 
 from hetmesh.formatting import counted, ranks_text
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.report.page_values import Advice
-from hetmesh.report.run_folder import RunView
-from hetmesh.report.run_load import run_load
-from hetmesh.report.run_series import at, names_in, number, series
+from hetmesh.records.run_lines import at, names_in, number, series
+from hetmesh.records.run_view import RunView, run_load
+from hetmesh.report.page_parts import Advice
 from hetmesh.report.values import RecipeView
 from hetmesh.simulate import Timeline, average_bubbles, bubbles
 
 WAIT, IDLE, UNEVEN, PADDING = 0.05, 0.15, 0.1, 0.1
-"""Shares of a step from which waits for samples, idle ranks, uneven loads and padding are worth a word."""
+"""Shares of a step from which waits for samples, idle ranks, uneven loads and padding are worth advice."""
 BUSIEST, EXPERT, PREDICTION, FALLING, SPARE = 1.25, 1.5, 0.25, 0.02, 0.4
 """Busiest rank and expert over the mean one; relative errors of a prediction; of the loss over a fifth of the steps;
 share of a device's memory that stays free."""
-FEWEST = 20  # steps whose losses say where they go
+MIN_LOSSES = 20  # that say where they go
 NOISE = 3.0  # standard errors that means of losses must be apart
 
 
 def advice(run: RunView, recipe: Recipe | None, view: RecipeView | None) -> tuple[Advice, ...]:
     """What stands out, what costs most first."""
-    found = [*_losses(run), *_samples(run, recipe), *_loads(run, recipe), *_experts(run), *_kept(recipe, view)]
+    found = [*_losses(run), *_samples(run, recipe), *_loads(run, recipe), *_experts(run), *_unused(recipe, view)]
     if "measured" in run.timelines:
-        found += [*_idle(run.timelines["measured"], recipe), *_predicted(run.timelines)]
-    return tuple(sorted(found, key=lambda each: -each.share))
+        found += _idle(run.timelines["measured"], recipe)
+    if len(run.timelines) == 2:
+        found += _predicted(run.timelines["predicted"].makespan, run.timelines["measured"].makespan)
+    return tuple(sorted(found, key=lambda advice: -advice.share))
 
 
 def _losses(run: RunView) -> Iterator[Advice]:
     wrong = sum("loss" in record and number(record["loss"]) is None for record in run.records)
     if wrong:
-        yield Advice(
-            f"{counted(wrong, 'step')} had a loss that is no finite number",
-            "lower [optimizer] lr or [training] max_norm; a longer warm-up is [lr_scheduler] warmup_steps",
-            1.0,
-        )
+        lower = "lower [optimizer] lr or [training] max_norm; a longer warm-up is [lr_scheduler] warmup_steps"
+        yield Advice(f"{counted(wrong, 'step')} had a loss that is no finite number", lower, 1.0)
     losses = series(run.records, "loss").values
-    part = len(losses) // 5
-    if len(losses) >= FEWEST:
-        parts = losses[-2 * part : -part], losses[-part:]
-        before, after = map(mean, parts)
-        noise = NOISE * math.sqrt(sum(variance(each) / part for each in parts))
-        change = after / before - 1 if before > 0 and abs(after - before) > noise else 0.0
-        if change < -FALLING:
-            yield Advice(
-                f"the loss still fell by {-change:.0%} from the fourth to the last fifth of the steps",
-                "raise [training] steps to go on",
-            )
-        if change > FALLING:
-            yield Advice(
-                f"the loss rose by {change:.0%} from the fourth to the last fifth of the steps",
-                "lower [optimizer] lr, or let it fall earlier ([lr_scheduler])",
-                0.9,
-            )
+    if len(losses) < MIN_LOSSES:
+        return
+    fifth = len(losses) // 5
+    fourth, last = losses[-2 * fifth : -fifth], losses[-fifth:]
+    before, after = mean(fourth), mean(last)
+    noise = NOISE * math.sqrt((variance(fourth) + variance(last)) / fifth)
+    change = after / before - 1 if before > 0 and abs(after - before) > noise else 0.0
+    span = "from the fourth to the last fifth of the steps"
+    if change < -FALLING:
+        yield Advice(f"the loss still fell by {-change:.0%} {span}", "raise [training] steps to go on")
+    if change > FALLING:
+        lower = "lower [optimizer] lr, or let it fall earlier ([lr_scheduler])"
+        yield Advice(f"the loss rose by {change:.0%} {span}", lower, 0.9)
 
 
 def _samples(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
     share = waits_for_samples(run)
     if share is not None and share > WAIT:
-        workers = recipe.data.num_workers if recipe else None
-        now = "" if workers is None else f" (it is {workers})"
+        now = f" (it is {recipe.data.num_workers})" if recipe else ""
         yield Advice(f"ranks wait for samples during {share:.0%} of a step", f"raise [data] num_workers{now}", share)
-    dropped = sum(series(run.records, "tokens_dropped").values)
+    dropped, skipped = (sum(series(run.records, key).values) for key in ("tokens_dropped", "samples_skipped"))
     if dropped:
         yield Advice(f"{dropped:,.0f} tokens did not fit into seq_len and were cut off", "raise [training] seq_len")
-    skipped = sum(series(run.records, "samples_skipped").values)
     if skipped:
         yield Advice(f"{skipped:,.0f} samples could not be read and were left out", "the log of the run names them")
 
@@ -90,7 +82,7 @@ def _loads(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
     if load is None:
         return
     flops = {name: series(run.usual, "flops", name) for name in load.modules}
-    work = {name: each.median if each else 0.0 for name, each in flops.items()}
+    work = {name: line.median if line else 0.0 for name, line in flops.items()}
     all_work = sum(work.values())
     for name, means in load.means()["load"].items():
         part = work[name] / all_work if all_work else 1.0
@@ -108,27 +100,23 @@ def _loads(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
 
 def _experts(run: RunView) -> Iterator[Advice]:
     for name in names_in(run.records, "experts"):
-        found = series(run.records, "experts", name, "max_over_mean")
+        busiest = series(run.records, "experts", name, "max_over_mean")
         idle = series(run.records, "experts", name, "without_tokens")
-        if found and found.values[-1] > EXPERT:
+        if busiest and busiest.values[-1] > EXPERT:
             none = f", and {idle.values[-1]:.0f} got none" if idle and idle.values[-1] else ""
-            yield Advice(
-                f"the busiest expert of {name} got {found.values[-1]:.1f} times the tokens of the mean one{none}, in "
-                f"step {found.steps[-1]}",
-                f"raise router_aux_loss_coef in [modules.{name}.config]; early steps are uneven by nature",
-                0.1,
-            )
+            tokens = f"got {busiest.values[-1]:.1f} times the tokens of the mean one{none}, in step {busiest.steps[-1]}"
+            change = f"raise router_aux_loss_coef in [modules.{name}.config]; early steps are uneven by nature"
+            yield Advice(f"the busiest expert of {name} {tokens}", change, 0.1)
 
 
-def _kept(recipe: Recipe | None, view: RecipeView | None) -> Iterator[Advice]:
+def _unused(recipe: Recipe | None, view: RecipeView | None) -> Iterator[Advice]:
     if recipe is not None and not recipe.checkpoint.enable:
         yield Advice("its weights are not kept", "[checkpoint] enable = true keeps them, and lets the run resume")
     fit = view.fit if view else None
     if fit is not None and fit.fits and fit.spare_bytes > SPARE * fit.memory_bytes:
-        yield Advice(
-            f"the fullest rank leaves {fit.spare_bytes / fit.memory_bytes:.0%} of {fit.machine}'s memory free",
-            "larger microbatches, less recomputation or fewer ranks per module fit too: hetmesh plan RECIPE",
-        )
+        free = f"the fullest rank leaves {fit.spare_bytes / fit.memory_bytes:.0%} of {fit.machine}'s memory free"
+        change = "larger microbatches, less recomputation or fewer ranks per module fit too: hetmesh plan RECIPE"
+        yield Advice(free, change)
 
 
 def _idle(timeline: Timeline, recipe: Recipe | None) -> Iterator[Advice]:
@@ -136,36 +124,28 @@ def _idle(timeline: Timeline, recipe: Recipe | None) -> Iterator[Advice]:
     if not total or idle.fraction < IDLE:
         return
     share = idle.fraction
-    busy = [each.compute for each in bubbles(timeline)]
+    busy = [track.compute for track in bubbles(timeline)]
     most, least = busy.index(max(busy)), busy.index(min(busy))
-    mean = sum(busy) / len(busy)
-    if max(busy) > BUSIEST * mean:
-        yield Advice(
-            f"{_who(timeline, most)} computes {busy[most] / total:.0%} of the recorded step, {_who(timeline, least)} "
-            f"{busy[least] / total:.0%}: the average rank is idle for {share:.0%} of it",
-            "give the busiest module more ranks or fewer layers per stage: hetmesh plan RECIPE finds such layouts",
-            share,
-        )
-    ends = (idle.pp_warmup + idle.pp_cooldown) / total
+    uneven = max(busy) > BUSIEST * sum(busy) / len(busy)
+    if uneven:
+        busiest = f"{_who(timeline, most)} computes {busy[most] / total:.0%} of the recorded step"
+        idlest = f"{_who(timeline, least)} {busy[least] / total:.0%}"
+        found = f"{busiest}, {idlest}: the average rank is idle for {share:.0%} of it"
+        change = "give the busiest module more ranks or fewer layers per stage: hetmesh plan RECIPE finds such layouts"
+        yield Advice(found, change, share)
+    ends, apart = (idle.pp_warmup + idle.pp_cooldown) / total, (idle.dp_gather + idle.dp_scatter) / total
     if ends > IDLE:
         now = f" (it is {recipe.schedule})" if recipe else ""
-        yield Advice(
-            f"ranks wait during {ends:.0%} of the recorded step for its first microbatch, or after their last",
-            f"smaller pipeline_parallel_microbatch_size, or another pipeline_parallel_schedule{now}",
-            ends,
-        )
-    if (apart := (idle.dp_gather + idle.dp_scatter) / total) > IDLE:
-        yield Advice(
-            f"ranks wait during {apart:.0%} of the recorded step for parameters and sums of gradients",
-            "more samples per step (local_batch_size), or fewer data-parallel ranks",
-            apart,
-        )
-    if share > IDLE and max(busy) <= BUSIEST * mean and max(ends, apart) <= IDLE:
-        yield Advice(
-            f"the average rank waits during {share:.0%} of the recorded step, mostly between its own actions",
-            "another pipeline_parallel_schedule, or another cut: hetmesh plan RECIPE compares them",
-            share,
-        )
+        found = f"ranks wait during {ends:.0%} of the recorded step for its first microbatch, or after their last"
+        change = f"smaller pipeline_parallel_microbatch_size, or another pipeline_parallel_schedule{now}"
+        yield Advice(found, change, ends)
+    if apart > IDLE:
+        found = f"ranks wait during {apart:.0%} of the recorded step for parameters and sums of gradients"
+        yield Advice(found, "more samples per step (local_batch_size), or fewer data-parallel ranks", apart)
+    if share > IDLE and not uneven and max(ends, apart) <= IDLE:
+        found = f"the average rank waits during {share:.0%} of the recorded step, mostly between its own actions"
+        change = "another pipeline_parallel_schedule, or another cut: hetmesh plan RECIPE compares them"
+        yield Advice(found, change, share)
 
 
 def _who(timeline: Timeline, track: int) -> str:
@@ -179,12 +159,7 @@ def _who(timeline: Timeline, track: int) -> str:
     return f"rank {ranks_text(timeline.tracks[track])} ({most}{more})"
 
 
-def _predicted(timelines: Mapping[str, Timeline]) -> Iterator[Advice]:
-    if "predicted" not in timelines:
-        return
-    predicted, measured = (timelines[name].makespan for name in ("predicted", "measured"))
+def _predicted(predicted: float, measured: float) -> Iterator[Advice]:
     if predicted and measured and abs(predicted / measured - 1) > PREDICTION:
-        yield Advice(
-            f"the recorded step took {measured / predicted:,.3g} times what was predicted",
-            "hetmesh profile RECIPE measures this machine; [profiling] profile = FILE predicts by that",
-        )
+        change = "hetmesh profile RECIPE measures this machine; [profiling] profile = FILE predicts by that"
+        yield Advice(f"the recorded step took {measured / predicted:,.3g} times what was predicted", change)

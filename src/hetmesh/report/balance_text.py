@@ -1,32 +1,32 @@
-"""A BalanceView as text: histograms, a table of balancers, what `auto` chose between."""
+"""A BalanceView as text (histograms, a table of balancers, what `auto` chose between) and as a PNG."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any
 
-from hetmesh.balance.imbalance import ModuleLoad
 from hetmesh.balance.policies.auto import EVEN, MARGIN
 from hetmesh.formatting import counted, table
 from hetmesh.records.metrics import amount
-from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
+from hetmesh.report.balance_values import BalancerResult, BalanceView, ExpertUse, Histogram, ModuleSizes
+from hetmesh.report.figures import SOFT, new_figure, plain, save_figure
 
 WIDTH = 120
 """Most characters of a line."""
-_BAR = 14
+_BAR_LENGTH = 14  # characters
 
 
 def balance_text(view: BalanceView) -> str:
     """The whole view, in lines of at most `WIDTH` characters."""
-    return "\n".join(part for line in _lines(view) for part in _wrapped(line))
-
-
-def _wrapped(line: str) -> list[str]:
-    line = line.rstrip()
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return [line] if len(line) <= WIDTH else textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+    lines = []
+    for line in (line.rstrip() for line in _lines(view)):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += [line] if len(line) <= WIDTH else textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+    return "\n".join(lines)
 
 
 def _lines(view: BalanceView) -> Iterator[str]:
@@ -35,19 +35,12 @@ def _lines(view: BalanceView) -> Iterator[str]:
     batches = counted(view.batches, "global batch", "global batches")
     yield f"{batches} of {counted(view.samples, 'sample')} from {view.source}"
     for module in view.modules:
-        yield ""
-        yield from _module(module)
-    yield ""
-    yield from _balancers(view)
-    yield ""
-    yield from _choices(view)
+        yield from ("", *_module(module))
+    yield from ("", *_balancers(view), "", *_choices(view))
     for experts in view.experts:
-        yield ""
-        yield from experts.as_text()
-    if view.notes:
-        yield ""
-    for note in view.notes:
-        yield f"note: {note}"
+        yield from ("", *_experts(experts))
+    yield from ("",) if view.notes else ()
+    yield from (f"note: {note}" for note in view.notes)
 
 
 def _module(module: ModuleSizes) -> Iterator[str]:
@@ -59,7 +52,7 @@ def _module(module: ModuleSizes) -> Iterator[str]:
         f"sample, {module.largest:,} at most; {amount(module.work)}FLOP per microbatch and lane"
     )
     columns = [_histogram(f"{module.unit} per sample", module.samples, 0)]
-    columns += [_histogram(f"load over mean: {name}", each, 2) for name, each in module.loads.items()]
+    columns += [_histogram(f"load over mean: {name}", loads, 2) for name, loads in module.loads.items()]
     for cells in zip_longest(*columns, fillvalue=""):
         yield "  " + "   ".join(cell.ljust(len(column[0])) for cell, column in zip(cells, columns, strict=True))
 
@@ -71,34 +64,29 @@ def _histogram(title: str, histogram: Histogram, decimals: int) -> list[str]:
     digits = len(str(most))
     lines = [title]
     for i, count in enumerate(histogram.counts):
-        length = max(round(_BAR * count / most), count > 0)
-        lines.append(f"{edges[i]:>{wide}}..{edges[i + 1]:<{wide}} {'█' * length:<{_BAR}} {count:>{digits}}")
+        length = max(round(_BAR_LENGTH * count / most), count > 0)
+        lines.append(f"{edges[i]:>{wide}}..{edges[i + 1]:<{wide}} {'█' * length:<{_BAR_LENGTH}} {count:>{digits}}")
     width = max(map(len, lines))
     return [line.ljust(width) for line in lines]
 
 
 def _balancers(view: BalanceView) -> Iterator[str]:
     names = [module.name for module in view.modules]
-    yield (
-        f"every balancer on these batches; steps as simulated under schedule {view.schedule} on machine {view.machine}:"
-    )
-    shown = [each for each in view.balancers if not each.problem]
-    columns = [[each.name + " *" * each.recipe for each in shown]]
-    columns += [[cell(each) for each in shown] for cell in _CELLS.values()]
-    columns += [[_even(each.modules[name]) for each in shown] for name in names]
-    titles = ["policy", *_CELLS, *(f"{name} max / std" for name in names)]
-    first, width = 0, 0
-    for i, each in enumerate((*columns, None)):  # as many tables as it takes
-        wide = 0 if each is None else 2 + max(map(len, [titles[i], *each]))
-        if each is None or width + wide > WIDTH - 2:
-            own = range(first, i)
-            parts = [0, *own] if first else own
-            for line in table(
-                [[titles[j] for j in parts], *zip(*(columns[j] for j in parts), strict=True)], numbers=True
-            ):
+    yield f"every balancer on these batches; steps simulated under schedule {view.schedule} on machine {view.machine}:"
+    shown = [result for result in view.balancers if not result.problem]
+    columns = [["policy", *(result.name + " *" * result.recipe for result in shown)]]
+    columns += [[title, *map(cell, shown)] for title, cell in _CELLS.items()]
+    for name in names:
+        even = [result.modules[name] for result in shown]
+        columns.append([f"{name} max / std", *(f"{e.max_over_mean:.2f} / {e.std_over_mean:.3f}" for e in even)])
+    widths = [2 + max(map(len, column)) for column in columns]
+    parts, rest = [0], list(range(1, len(columns)))
+    while rest:  # as many tables as it takes
+        parts.append(rest.pop(0))
+        if not rest or sum(widths[i] for i in (*parts, rest[0])) > WIDTH - 2:
+            for line in table([*zip(*(columns[i] for i in parts), strict=True)], numbers=True):
                 yield f"  {line}"
-            first, width = i, 2 + max(map(len, columns[0]))
-        width += wide
+            parts = [0]
     best, taken = max(shown, key=lambda result: result.gain), next(result for result in shown if result.recipe)
     if best.gain > (1 + MARGIN) * taken.gain:
         yield f"  fastest here: {best.name}, {best.gain:.3f}x; the recipe's {taken.name}: {taken.gain:.3f}x"
@@ -116,12 +104,8 @@ _CELLS: Mapping[str, Callable[[BalancerResult], str]] = {
 }
 
 
-def _even(load: ModuleLoad) -> str:
-    return f"{load.max_over_mean:.2f} / {load.std_over_mean:.3f}"
-
-
 def _choices(view: BalanceView) -> Iterator[str]:
-    chosen = Counter(each.name for batch in view.choices for each in batch if each.chosen)
+    chosen = Counter(tried.name for batch in view.choices for tried in batch if tried.chosen)
     if not chosen:
         return
     yield "auto picks " + ", ".join(f"{name} ({counted(n, 'batch', 'batches')})" for name, n in chosen.most_common())
@@ -130,15 +114,77 @@ def _choices(view: BalanceView) -> Iterator[str]:
         yield f"  in the first no microbatch is above the mean by more than {EVEN - 1:.0%}, so nothing else is tried"
         return
     yield f"  what it compared for the first batch; a later one is taken if it is faster by {MARGIN:.1%}:"
-    for line in table([("candidate", "score", "simulated step", ""), *map(_candidate, first)], numbers=True):
-        yield f"    {line}"
+    rows = [("candidate", "score", "simulated step", "")]
+    for tried in first:
+        score = "" if tried.score is None else f"{tried.score:.3f}"
+        rows.append((tried.name, score, _seconds(tried.seconds), "chosen" if tried.chosen else ""))
+    yield from (f"    {line}" for line in table(rows, numbers=True))
     yield "  score: length of the step by the recurrence that it compares with (1F1B, messages free), the first being 1"
-
-
-def _candidate(each: Candidate) -> Sequence[str]:
-    score = "" if each.score is None else f"{each.score:.3f}"
-    return (each.name, score, _seconds(each.seconds), "chosen" if each.chosen else "")
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"
+
+
+def _experts(use: ExpertUse) -> Iterator[str]:
+    yield (
+        f"experts of {use.name}: {counted(use.blocks, 'block')} of {use.count}, of which a token has "
+        f"{use.chosen}, over {counted(use.ranks, 'rank')}; {use.tokens:,.1f} tokens per expert and step"
+    )
+    if not use.steps:
+        yield "  not measured by a run of this recipe: routing, which depends on weights, is taken to be even"
+        return
+    yield (
+        f"  max / mean tokens of an expert, as its run measured: {use.max_over_mean:.2f} over "
+        f"{counted(use.steps, 'logged step')}, {use.last_max_over_mean:.2f} in step {use.last}, where "
+        f"{counted(use.without_tokens, 'expert')} got none"
+    )
+
+
+def save_balance(view: BalanceView, path: str | Path) -> None:
+    """Draw `view` to `path` (PNG): how large samples are, how even microbatches, what steps gain. Raises UsageError:
+    matplotlib is not installed, or `path` cannot be written."""
+    save_figure(lambda: _figure(view), path)
+
+
+def _figure(view: BalanceView) -> Any:
+    shown = [result for result in view.balancers if not result.problem]
+    heights = [*(2.2 for _ in view.modules), 0.28 * len(shown) + 0.8]
+    figure = new_figure(12, sum(heights) + 0.8)
+    figure.suptitle(f"{view.description or 'balance'}: {view.batches} batches of {view.samples} samples", fontsize=11)
+    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+    for part, module in zip(parts, view.modules, strict=False):
+        _draw_module(part, module)
+    gains, spread = parts[-1].subplots(1, 2, sharey=True)
+    rows = range(len(shown))
+    gains.barh(rows, [result.gain for result in shown], color="C0")
+    gains.set_yticks(rows, [result.name + (" *" if result.recipe else "") for result in shown], fontsize=8)
+    gains.invert_yaxis()
+    gains.set_title(f"throughput over none, simulated on {view.machine}", fontsize=9, loc="left")
+    for row, result in enumerate(shown):
+        gains.text(result.gain, row, f" {result.gain:.2f}x", va="center", fontsize=7)
+    height = 0.8 / len(view.modules)
+    for i, module in enumerate(view.modules):
+        values = [result.modules[module.name].max_over_mean for result in shown]
+        spread.barh([row + (i + 0.5) * height - 0.4 for row in rows], values, height, label=module.name, color=f"C{i}")
+    spread.set_title("largest load of a microbatch on a lane, over the mean", fontsize=9, loc="left")
+    spread.legend(fontsize=8, frameon=False)
+    for axes in (gains, spread):
+        axes.axvline(1.0, color=SOFT, linewidth=0.8)
+        plain(axes)
+    return figure
+
+
+def _draw_module(part: Any, module: ModuleSizes) -> None:
+    samples, loads = part.subplots(1, 2)
+    sizes = {f"{module.mean:,.0f} on average, {module.largest:,} at most": module.samples}
+    samples.set_title(f"{module.name}: {module.unit} per sample", fontsize=9, loc="left")
+    loads.set_title(f"{module.name}: load of a microbatch on a lane, over the mean", fontsize=9, loc="left")
+    for axes, histograms in ((samples, sizes), (loads, module.loads)):
+        for i, (label, histogram) in enumerate(histograms.items()):
+            widths = [b - a for a, b in pairwise(histogram.edges)]
+            if max(widths) > 2 * min(widths):
+                axes.set_xscale("symlog", base=2, linthresh=1)
+            axes.stairs(histogram.counts, histogram.edges, fill=True, color=f"C{i}", alpha=0.55, label=label)
+        axes.legend(fontsize=8, frameon=False)
+        plain(axes)

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from hetmesh.balance.imbalance import ModuleLoad
-from hetmesh.report.expert_use import ExpertUse
 
-BARS = 10
-"""Bars of a histogram, at most."""
-WIDE = 6
-"""Times the mean from which on the largest value has its bars grow by doubling."""
+MAX_BARS = 10
+WIDE = 6  # times the mean from which on the largest value has its bars grow by doubling
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class Histogram:
     @classmethod
     def of(cls, values: np.ndarray, largest: float) -> Histogram:
         """Of values from 0 to `largest`, in equally wide bars."""
-        return cls._between(values, np.arange(BARS + 1) * ((largest or 1.0) / BARS))
+        return cls._between(values, np.arange(MAX_BARS + 1) * ((largest or 1.0) / MAX_BARS))
 
     @classmethod
     def of_counts(cls, values: np.ndarray) -> Histogram:
@@ -35,9 +32,9 @@ class Histogram:
         the one before."""
         largest = max(int(values.max(initial=0)), 1)
         if largest > WIDE * max(int(values.sum()) / max(len(values), 1), 1.0):
-            edges = -(-largest // 2 ** np.arange(BARS)[::-1])
+            edges = -(-largest // 2 ** np.arange(MAX_BARS)[::-1])
             return cls._between(values, np.unique([0, *edges]))
-        step = -(-largest // BARS)
+        step = -(-largest // MAX_BARS)
         return cls._between(values, np.arange(0, largest + step, step))
 
     @classmethod
@@ -52,7 +49,6 @@ class ModuleSizes:
 
     Attributes:
         followers: modules that take the same samples in the same places.
-        lanes, microbatches: of a step.
         cap: `balance.max_tokens` of one microbatch and lane.
         unit: what its tokens are: `"rows"` of an encoder, `"tokens"` of the LLM.
         mean, largest: tokens of one sample.
@@ -81,11 +77,8 @@ class BalancerResult:
     Attributes:
         name: the policy, and the keys that differ from the recipe's.
         recipe: whether it is what the recipe trains with.
-        modules: how even each module is.
         deferred: samples of a batch that the LLM takes late.
-        seconds: of the simulated step.
-        gain: throughput over `none`.
-        milliseconds: CPU time of one assignment.
+        seconds: of the simulated step; gain: throughput over `none`; milliseconds: CPU time of one assignment.
         problem: why there is no result; the numbers then mean nothing.
     """
 
@@ -101,12 +94,8 @@ class BalancerResult:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What `auto` compared, for one batch.
-
-    Attributes:
-        score: the length of the step by which it chose, over that of the first candidate; None: it did not compare.
-        seconds: of the simulated step.
-    """
+    """What `auto` compared, for one batch: the length of the step by which it chose, of which the first has 1 (None: it
+    did not compare), and the seconds of the simulated step."""
 
     name: str
     score: float | None
@@ -115,20 +104,37 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class BalanceView:
-    """What balancing does for the batches of a recipe.
+class ExpertUse:
+    """The experts of one module.
 
     Attributes:
-        description: the recipe's own.
-        source: where the samples come from.
-        batches, samples: how many were drawn, and of how many samples.
-        schedule, machine: of the simulated step.
-        modules: those that are balanced, the LLM last.
-        balancers: `none` first.
-        choices: per batch what `auto` compared.
-        experts: of each module that has some, how evenly they are used.
-        notes: what else one has to know.
+        blocks, count, chosen: its blocks with experts, experts of each, experts of each token.
+        ranks: along `ep`, which share them; tokens: of the mean expert of a block in a step.
+        steps: logged steps of the run, 0 for none; `last` is the number of the last one. Without any, the rest says of
+            even routing what holds for it.
+        max_over_mean, last_max_over_mean: tokens of the busiest expert over the mean expert's, in the block where that
+            is largest: mean of these steps, and in the last.
+        without_tokens: experts that got none in the last step, of all blocks.
     """
+
+    name: str
+    blocks: int
+    count: int
+    chosen: int
+    ranks: int
+    tokens: float
+    steps: int = 0
+    last: int = 0
+    max_over_mean: float = 1.0
+    last_max_over_mean: float = 1.0
+    without_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class BalanceView:
+    """What balancing does for the `batches` of `samples` each that were drawn: schedule and machine are those of the
+    simulated step, modules those that are balanced, the LLM last; `none` is the first of balancers; choices are what
+    `auto` compared per batch."""
 
     description: str
     source: str

@@ -4,73 +4,60 @@ no process group."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hetmesh.balance import (
-    DEFERRING,
-    POLICIES,
-    Assignment,
-    BalanceOptions,
-    BatchLoads,
-    assign,
-    batch_loads,
-    batch_plan_of,
-    graph_slots,
-)
+from hetmesh.balance import DEFERRING, POLICIES, Assignment, BalanceOptions, BatchLoads, assign
 from hetmesh.balance.co_located import leaders
 from hetmesh.balance.imbalance import BatchLoad, ModuleLoad, batch_load
-from hetmesh.balance.plan_batch import within_range
+from hetmesh.balance.plan_batch import batch_loads, batch_plan_of, graph_slots, within_range
 from hetmesh.data.lengths import read_lengths
-from hetmesh.errors import GraphError, RecipeError
+from hetmesh.errors import GraphError, UsageError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
+from hetmesh.models import Adapter
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, Histogram, ModuleSizes
-from hetmesh.report.expert_use import expert_use
+from hetmesh.records.run_lines import metrics_lines
+from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, ExpertUse, Histogram, ModuleSizes
 from hetmesh.report.given_lengths import GivenLengths
-from hetmesh.report.run_lines import metrics_lines
-from hetmesh.resolve.balance_options import sample_costs
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.module_shapes import module_shapes
-from hetmesh.resolve.recipe_step_model import named_step_model
+from hetmesh.resolve.balance_options import balance_options
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 
-SHOWN = ("none", "auto")
-"""Policies whose loads are shown as histograms."""
-MUCH_PADDING = 0.1
+HISTOGRAMS = ("none", "auto")  # policies whose loads are shown as such
+MUCH_PADDING = 0.1  # share of what the LLM computes
 
 
 def balance_view(
-    recipe: Recipe,
+    resolved: ResolvedRecipe,
     *,
     lengths: str | None = None,
     batches: int = 4,
     machine: str | None = None,
     profile: str | None = None,
 ) -> BalanceView:
-    """What every balancer makes of the first `batches` global batches of `recipe`.
+    """What every balancer makes of the first `batches` global batches of a recipe.
 
     Args:
         lengths: a file of lengths (`hetmesh.data.lengths`), whose samples take the place of the recipe's.
-        machine, profile: as of `hetmesh.resolve.simulated_step.simulate_recipe`.
+        machine, profile: as of `hetmesh.resolve.predictions.simulate_recipe`.
 
     Raises:
-        RecipeError: what `hetmesh check` would find, a line of `lengths` that does not fit, sizes of a module or a
-            machine that are not known, or fewer than 1 batch.
-        GraphError: the recipe's own balancer finds no way to keep a cap.
+        RecipeError: a line of `lengths` that does not fit, or sizes of a module or a machine that are not known.
+        UsageError: fewer than 1 batch.
+        GraphError: the recipe's balancer finds no way to keep a cap.
     """
     if batches < 1:
-        raise RecipeError(f"--batches {batches}: must be at least 1")
-    source, adapters, graph = describe(recipe)
+        raise UsageError(f"--batches {batches}: must be at least 1")
+    recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
     notes: list[str] = []
     if lengths is None:
-        loader = make_loader(recipe, source, graph, adapters)
-        drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(loader, batches))
+        drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(resolved.loader(), batches))
     else:
         valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]
         given = GivenLengths(read_lengths(lengths, valid), graph, adapters, recipe.training.seq_len)
@@ -81,18 +68,8 @@ def balance_view(
                 "some come several times"
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
-    model = named_step_model(recipe, graph, adapters, machine, profile)
-    keys = recipe.balance
-    options = BalanceOptions(
-        keys.policy,
-        sample_costs(graph, module_shapes(recipe, adapters)),
-        keys.max_tokens,
-        keys.microbatch_sizes,
-        free=keys.microbatches == "free",
-        deferral=keys.deferral,
-        microbatch_shares=keys.microbatch_shares,
-    )
-    runs = _runs(options)
+    model = resolved.step_model(machine, profile)
+    runs = _runs(balance_options(recipe.balance, resolved.costs))
     comparison = _Comparison(recipe, graph, model)
     for samples in map(MetaArrays.of, drawn):
         for run in runs:
@@ -101,34 +78,27 @@ def balance_view(
     if alone:
         notes.append("every module has one lane and one microbatch: there is nothing to balance")
     notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
-    notes += _about_padding(graph, runs)
+    most = max((load.modules[graph.sink.name].padding for run in runs for load in run.even), default=0.0)
+    if most > MUCH_PADDING:
+        padding = f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it"
+        notes.append(f"{padding}; training.pack_samples = true leaves none")
     auto = next(run for run in runs if run.name == "auto")
     sizes = _sizes(graph, recipe, runs)
+    lines = metrics_lines(Path(recipe.job.dump_folder))
     tokens = sizes[-1].mean * recipe.batch.global_batch_size
-    folder = Path(recipe.job.dump_folder)
-    lines = metrics_lines(folder)
     return BalanceView(
-        recipe.job.description,
-        lengths or f"data.source = {recipe.data.source!r}",
-        batches,
-        recipe.batch.global_batch_size,
-        recipe.schedule,
-        model.machine.name,
-        sizes,
-        tuple(_result(run, runs[0]) for run in runs),
-        () if alone else tuple(map(tuple, auto.candidates)),
-        expert_use(graph, adapters, tokens, lines.steps if lines else ()),
-        tuple(notes),
+        description=recipe.job.description,
+        source=lengths or f"data.source = {recipe.data.source!r}",
+        batches=batches,
+        samples=recipe.batch.global_batch_size,
+        schedule=recipe.schedule,
+        machine=model.machine.name,
+        modules=sizes,
+        balancers=tuple(_result(run, runs[0]) for run in runs),
+        choices=() if alone else tuple(map(tuple, auto.candidates)),
+        experts=_expert_use(graph, adapters, tokens, lines.steps if lines else ()),
+        notes=tuple(notes),
     )
-
-
-def _about_padding(graph: ModuleGraph, runs: Sequence[_Run]) -> Iterator[str]:
-    most = max((each.modules[graph.sink.name].padding for run in runs for each in run.even), default=0.0)
-    if most > MUCH_PADDING:
-        yield (
-            f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it; "
-            "training.pack_samples = true leaves none"
-        )
 
 
 @dataclass(eq=False)
@@ -152,10 +122,10 @@ def _runs(options: BalanceOptions) -> list[_Run]:
     none = replace(options, policy="none", max_tokens={}, free=False, deferral=False)
     found = [_Run("none", none, options.policy == "none")]
     for policy in (*others, "auto"):
-        own = replace(options, policy=policy, deferral=options.deferral and policy in DEFERRING)
-        found.append(_Run(policy, own, policy == options.policy))
-        if policy in DEFERRING and not own.deferral:
-            found.append(_Run(f"{policy}, deferral", replace(own, deferral=True), False))
+        tried = replace(options, policy=policy, deferral=options.deferral and policy in DEFERRING)
+        found.append(_Run(policy, tried, policy == options.policy))
+        if policy in DEFERRING and not tried.deferral:
+            found.append(_Run(f"{policy}, deferral", replace(tried, deferral=True), False))
     if not options.free:
         found.append(_Run("auto, free", replace(options, policy="auto", free=True), False))
     return found
@@ -166,7 +136,7 @@ class _Comparison:
 
     def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel) -> None:
         self.recipe, self.graph, self.model = recipe, graph, model
-        self.schedules = StepSchedules(recipe, graph, {}, model)
+        self.schedules = StepSchedules(recipe, graph, model)
         self._simulated: dict[tuple[object, ...], float] = {}  # of the samples below
         self._samples: Sequence[SampleMeta] = ()
 
@@ -203,72 +173,81 @@ class _Comparison:
             self._simulated[key] = simulate(schedule, self.model.costs(plan, schedule)).makespan
         return self._simulated[key]
 
-    def _candidates(self, samples: Sequence[SampleMeta], found: Assignment, seconds: float) -> list[Candidate]:
-        first = found.tried[0].score
-        out = []
-        for each in found.tried:
-            chosen = each.policy == found.policy.removeprefix("auto: ")
-            score = None if each.score is None or not first else each.score / first
-            out.append(Candidate(each.policy, score, seconds if chosen else self.seconds(samples, each), chosen))
-        return out
+    def _candidates(self, samples: Sequence[SampleMeta], taken: Assignment, seconds: float) -> list[Candidate]:
+        first = taken.tried[0].score
+        candidates = []
+        for tried in taken.tried:
+            chosen = tried.policy == taken.policy.removeprefix("auto: ")
+            score = None if tried.score is None or not first else tried.score / first
+            step_s = seconds if chosen else self.seconds(samples, tried)
+            candidates.append(Candidate(tried.policy, score, step_s, chosen))
+        return candidates
 
 
 def _result(run: _Run, none: _Run) -> BalancerResult:
     if run.problem:
         return BalancerResult(run.name, run.recipe, {}, 0.0, 0.0, 0.0, 0.0, run.problem)
-    mean = lambda values: float(np.mean([*values]))  # noqa: E731
-    modules = {
-        name: ModuleLoad(
-            mean(each.modules[name].max_over_mean for each in run.even),
-            mean(each.modules[name].std_over_mean for each in run.even),
-            mean(each.modules[name].padding for each in run.even),
-        )
-        for name in run.even[0].modules
-    }
-    return BalancerResult(
-        run.name,
-        run.recipe,
-        modules,
-        mean(each.deferred for each in run.even),
-        mean(run.seconds),
-        sum(none.seconds) / sum(run.seconds),
-        mean(run.milliseconds),
+    loads = {name: [even.modules[name] for even in run.even] for name in run.even[0].modules}
+    modules = {name: ModuleLoad(*np.mean([*map(astuple, even)], 0).tolist()) for name, even in loads.items()}
+    deferred, seconds, milliseconds = (
+        float(np.mean(values)) for values in ([even.deferred for even in run.even], run.seconds, run.milliseconds)
     )
+    gain = sum(none.seconds) / sum(run.seconds)
+    return BalancerResult(run.name, run.recipe, modules, deferred, seconds, gain, milliseconds)
 
 
 def _sizes(graph: ModuleGraph, recipe: Recipe, runs: Sequence[_Run]) -> tuple[ModuleSizes, ...]:
     led_by = leaders(graph)
     batches = [loads for loads, _ in runs[0].loads]
-    work = _microbatch_work(runs)
-    out = []
+    work = {}  # by policy and module, of every microbatch and lane of all batches
+    for run in runs:
+        if run.name in HISTOGRAMS and run.loads:
+            sums = [assignment.sums(loads.work) for loads, assignment in run.loads]
+            work[run.name] = [np.concatenate([batch[i].ravel() for batch in sums]) for i in range(len(sums[0]))]
+    sizes = []
     for i, name in enumerate(batches[0].modules):
         tokens = np.concatenate([loads.tokens[:, i] for loads in batches])
         mean = float(work["none"][i].mean())
-        relative = {policy: each[i] / mean if mean else each[i] + 1.0 for policy, each in work.items()}
-        largest = max(float(each.max(initial=0.0)) for each in relative.values())
-        out.append(
-            ModuleSizes(
-                name,
-                tuple(each for each in graph.order if led_by[each] == name != each),
-                graph[name].num_lanes,
-                recipe.batch.num_microbatches,
-                recipe.balance.max_tokens.get(name),
-                "tokens" if name == graph.sink.name else "rows",
-                float(tokens.mean()),
-                int(tokens.max(initial=0)),
-                mean,
-                Histogram.of_counts(tokens),
-                {policy: Histogram.of(each, largest) for policy, each in relative.items()},
-            )
+        relative = {policy: loads[i] / mean if mean else loads[i] + 1.0 for policy, loads in work.items()}
+        largest = max(float(loads.max(initial=0.0)) for loads in relative.values())
+        module = ModuleSizes(
+            name,
+            followers=tuple(other for other in graph.order if led_by[other] == name != other),
+            lanes=graph[name].num_lanes,
+            microbatches=recipe.batch.num_microbatches,
+            cap=recipe.balance.max_tokens.get(name),
+            unit="tokens" if name == graph.sink.name else "rows",
+            mean=float(tokens.mean()),
+            largest=int(tokens.max(initial=0)),
+            work=mean,
+            samples=Histogram.of_counts(tokens),
+            loads={policy: Histogram.of(loads, largest) for policy, loads in relative.items()},
         )
-    return tuple(out)
+        sizes.append(module)
+    return tuple(sizes)
 
 
-def _microbatch_work(runs: Sequence[_Run]) -> Mapping[str, list[np.ndarray]]:
-    """By policy and module, the work of every microbatch and lane of all batches."""
-    found = {}
-    for run in runs:
-        if run.name in SHOWN and run.loads:
-            sums = [assignment.sums(loads.work) for loads, assignment in run.loads]
-            found[run.name] = [np.concatenate([each[i].ravel() for each in sums]) for i in range(len(sums[0]))]
-    return found
+def _expert_use(
+    graph: ModuleGraph, adapters: Mapping[str, Adapter], tokens: float, records: Iterable[Mapping[str, Any]]
+) -> tuple[ExpertUse, ...]:
+    """Of every module whose experts ranks can share, with `tokens` of a step in the LLM and lines of the run's
+    metrics.jsonl, of which those without `experts` are passed over."""
+    logged = [record for record in records if record.get("experts")]
+    uses = []
+    for name, adapter in adapters.items():
+        if (experts := adapter.abilities.experts) is None:
+            continue
+        sizes = len(experts.blocks), experts.count, experts.chosen, graph[name].mesh.axis_size("ep")
+        use = ExpertUse(name, *sizes, tokens * experts.chosen / experts.count)
+        if measured := [(line["step"], line["experts"][name]) for line in logged if name in line["experts"]]:
+            last, load = measured[-1]
+            use = replace(
+                use,
+                steps=len(measured),
+                last=last,
+                max_over_mean=float(np.mean([load["max_over_mean"] for _, load in measured])),
+                last_max_over_mean=load["max_over_mean"],
+                without_tokens=int(load["without_tokens"]),
+            )
+        uses.append(use)
+    return tuple(uses)

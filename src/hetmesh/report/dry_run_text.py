@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from hetmesh.dryrun.dry_run_values import DryRun, DryRuns, RankGroup
+from hetmesh.dryrun.dry_run import DryRun, DryRuns, RankGroup
 from hetmesh.formatting import ranks_text
 from hetmesh.runtime.live_bytes import SpanBytes
 
@@ -17,16 +17,15 @@ _DIRECTIONS = {"device_to_host": "device to host", "host_to_device": "host to de
 
 
 def dry_run_lines(runs: DryRuns) -> Iterator[str]:
-    """In short lines."""
+    """In short lines, with whether what was run fits the machine."""
     for group in runs.groups:
         yield from _group(group)
         yield ""
-    yield verdict(runs)
+    yield _verdict(runs)
     yield NOT_MODELLED
 
 
-def verdict(runs: DryRuns) -> str:
-    """Whether what was run fits the machine."""
+def _verdict(runs: DryRuns) -> str:
     if not runs.memory_bytes:
         return f"the memory of machine {runs.machine} is not known: name one (--machine)"
     spare = runs.memory_bytes - runs.peak
@@ -45,33 +44,27 @@ def _group(group: RankGroup) -> Iterator[str]:
     yield f"rank {run.rank}{of}"
     yield f"one step of {run.microbatches} microbatches, run in {run.seconds:.1f} s on a fake device"
     yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
-    yield f"behind it  {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
+    yield f"after it   {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
     yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
     sign = "more" if group.predicted.tensors >= run.peak else "less"
     parts = {name: size for name, size in group.predicted.parts.items() if size and name not in _BESIDE}
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
-    yield f"explained  {gib(group.predicted.tensors)}, {100 * group.memory_error:.0f}% {sign}: most of it " + ", ".join(
-        f"{name} {gib(parts[name])}" for name in largest
-    )
-    yield ""
-    yield "bytes alive by kind of action        before      peak     after"
+    most_of_it = ", ".join(f"{name} {gib(parts[name])}" for name in largest)
+    error = f"{100 * group.memory_error:.0f}% {sign}"
+    yield f"explained  {gib(group.predicted.tensors)}, {error}: most of it {most_of_it}"
+    yield from ("", "bytes alive by kind of action        before      peak     after")
     for name, spans in _by_kind(run.actions).items():
         most = max(spans, key=lambda span: span.peak)
         yield f"  {name:<32} {gib(most.before):>9} {gib(most.peak):>9} {gib(most.after):>9}"
-    yield ""
-    yield "work by module            kernels    TFLOPs  collectives     bytes"
-    for name, work in sorted(run.work.items(), key=lambda each: -each[1].flops):
-        yield (
-            f"  {name or '(outside actions)':<22} {work.kernels:>8,} {work.flops / 1e12:>9.2f} {work.collectives:>12,} "
-            f"{gib(work.collective_bytes):>9}"
-        )
+    yield from ("", "work by module            kernels    TFLOPs  collectives     bytes")
+    for name, work in sorted(run.work.items(), key=lambda item: -item[1].flops):
+        computed = f"{name or '(outside actions)':<22} {work.kernels:>8,} {work.flops / 1e12:>9.2f}"
+        yield f"  {computed} {work.collectives:>12,} {gib(work.collective_bytes):>9}"
     if run.traffic:
-        yield ""
-        yield "messages by boundary                    number      sent  received"
-        for each in run.traffic:
-            yield f"  {each.edge:<36} {each.messages:>7,} {gib(each.sent):>9} {gib(each.received):>9}"
-    yield ""
-    yield from _waits(run)
+        yield from ("", "messages by boundary                    number      sent  received")
+    for edge in run.traffic:
+        yield f"  {edge.edge:<36} {edge.messages:>7,} {gib(edge.sent):>9} {gib(edge.received):>9}"
+    yield from ("", *_waits(run))
 
 
 def _waits(run: DryRun) -> Iterator[str]:
@@ -98,32 +91,22 @@ def _by_kind(actions: tuple[SpanBytes, ...]) -> dict[str, list[SpanBytes]]:
 
 def dry_run_json(runs: DryRuns) -> dict[str, Any]:
     """As plain values; bytes are plain numbers."""
-    fits = runs.peak <= runs.memory_bytes if runs.memory_bytes else None
+    plain = {key: getattr(runs, key) for key in ("machine", "memory_bytes", "peak")}
+    plain["fits"] = runs.peak <= runs.memory_bytes if runs.memory_bytes else None
+    return plain | {"groups": [_group_json(group, group.run) for group in runs.groups]}
+
+
+def _group_json(group: RankGroup, run: DryRun) -> dict[str, Any]:
     return {
-        "machine": runs.machine,
-        "memory_bytes": runs.memory_bytes,
-        "peak": runs.peak,
-        "fits": fits,
-        "groups": [
-            {
-                "ranks": group.ranks,
-                "predicted": group.predicted.tensors,
-                "predicted_parts": group.predicted.parts,
-                "memory_error": group.memory_error,
-                **_plain(group.run),
-            }
-            for group in runs.groups
-        ],
-    }
-
-
-def _plain(run: DryRun) -> dict[str, Any]:
-    plain = {key: value for key, value in vars(run).items() if isinstance(value, (int, float))}
-    return plain | {
+        "ranks": group.ranks,
+        "predicted": group.predicted.tensors,
+        "predicted_parts": group.predicted.parts,
+        "memory_error": group.memory_error,
+        **{key: value for key, value in vars(run).items() if isinstance(value, (int, float))},
         "actions": [{**asdict(span), "label": str(span.label)} for span in run.actions],
         "work": {name: asdict(work) for name, work in run.work.items()},
         "waits": [{**asdict(wait), "during": str(wait.during), "count": count} for wait, count in run.waits],
-        "traffic": [asdict(each) for each in run.traffic],
+        "traffic": [asdict(edge) for edge in run.traffic],
     }
 
 

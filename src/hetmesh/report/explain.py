@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetmesh.balance import BatchPlan, boundary_layouts, plan_batch
+from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
@@ -12,40 +12,29 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.memory_fit import memory_fit
-from hetmesh.resolve.module_shapes import module_shapes, notes_on_experts
+from hetmesh.resolve.modules import notes_on_experts
+from hetmesh.resolve.predictions import memory_fit
 from hetmesh.resolve.recipe_step_model import agreed_step_model
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 
-LINKS = (MEMORY, "gloo", "nccl")
-"""What may carry messages: the memory of one host, where all ranks are on its CPUs, or a backend."""
-
-SHORT = {"dp_replicate": "dp", "dp_shard": "fsdp"}
-"""Names of mesh axes in a cell, where they differ from the axis's own."""
+LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one host, or a backend
+CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
 
 
-def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
-    """Check `recipe` and say what it means.
-
-    Args:
-        machine: a name or TOML file, whose memory it is to fit; None: `[metrics] machine`.
+def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
+    """What a recipe means: its modules, boundaries and work, and whether it fits the memory of `machine` (a name or
+    TOML file; None: `[metrics] machine`).
 
     Raises:
-        RecipeError: what `hetmesh check` would find.
+        RecipeError: the machine or the profile of the recipe cannot be read.
         SampleError: the first global batch does not suit the modules.
     """
-    source, adapters, graph = describe(recipe)
-    batch = recipe.batch
-    loader = make_loader(recipe, source, graph, adapters)
-    drawn = loader.batch(0)
-    plan = plan_batch(graph, drawn.metas, batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    held = _held(plan, StepSchedules(recipe, graph, adapters).of(plan))
-    shapes = module_shapes(recipe, adapters)
-    model = agreed_step_model(recipe, graph, adapters, machine)
+    recipe, graph, shapes = resolved.recipe, resolved.graph, resolved.shapes
+    plan = resolved.plan(resolved.loader().batch(0).metas)
+    held = _held(plan, resolved.schedules.of(plan))
+    model = agreed_step_model(recipe, graph, shapes, machine)
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
@@ -53,8 +42,8 @@ def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
         idle_ranks=tuple(sorted(set(range(recipe.world_size)) - set(graph.ranks))),
         steps=recipe.training.steps,
         schedule=recipe.schedule,
-        global_batch_size=batch.global_batch_size,
-        microbatch_size=batch.microbatch_size,
+        global_batch_size=recipe.batch.global_batch_size,
+        microbatch_size=recipe.batch.microbatch_size,
         microbatches=plan.num_microbatches,
         tokens=plan.num_tokens,
         dtype=recipe.training.dtype,
@@ -62,7 +51,7 @@ def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
         modules=tuple(_module(recipe, plan, name, shapes[name], held[name]) for name in recipe.modules),
         process_groups=len(groups),
         process_groups_per_rank=most_on_a_rank(groups),
-        fit=None if model is None else memory_fit(recipe, graph, adapters, loader, model),
+        fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
         notes=notes_on_experts(shapes),
     )
@@ -70,22 +59,18 @@ def explain(recipe: Recipe, machine: str | None = None) -> RecipeView:
 
 def _held(plan: BatchPlan, schedule: Schedule) -> dict[str, tuple[HeldView, ...]]:
     """Per module, of its stages."""
-    s = schedule
-    most = peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)
-    rows = peak_rows(plan, schedule)
-    return {
-        name: tuple(HeldView(most[stage], rows[stage]) for stage in s.stages.of_module(name))
-        for name in plan.graph.order
-    }
+    stages, rows = schedule.stages, peak_rows(plan, schedule)
+    most = peaks_in_flight(schedule.actions, stages, schedule.routes, schedule.training, schedule.split)
+    held = {stage: HeldView(most[stage], rows[stage]) for stage in stages.stages}
+    return {name: tuple(held[stage] for stage in stages.of_module(name)) for name in plan.graph.order}
 
 
 def _module(
     recipe: Recipe, plan: BatchPlan, name: str, shape: ModuleShape | None, held: tuple[HeldView, ...]
 ) -> ModuleView:
-    spec, graph = plan.graph[name], plan.graph
-    mesh = spec.mesh
+    spec, graph, mesh = plan.graph[name], plan.graph, plan.graph[name].mesh
     work = plan.lane_work(name)
-    whole = Work.sum_of(work)
+    total = Work.sum_of(work)
     upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
     return ModuleView(
         name=name,
@@ -102,8 +87,8 @@ def _module(
         stages=spec.splits,
         microbatches=plan.routes.count(name),
         held=held,
-        work=whole,
-        flops=module_flops(shape, whole, upstream=upstream) if shape else None,
+        work=total,
+        flops=module_flops(shape, total, upstream=upstream) if shape else None,
         imbalance=imbalance(work),
     )
 
@@ -111,7 +96,7 @@ def _module(
 def cell(mesh: MeshSpec, rank: int) -> str:
     """The coordinates of a member, e.g. `"dp0 tp1"`."""
     coordinate = mesh.coordinate(rank) or ()
-    return " ".join(f"{SHORT.get(axis, axis)}{i}" for axis, i in zip(mesh.axes, coordinate, strict=True))
+    return " ".join(f"{CELL_NAMES.get(axis, axis)}{i}" for axis, i in zip(mesh.axes, coordinate, strict=True))
 
 
 def _training(shape: ModuleShape | None, graph: ModuleGraph, name: str) -> str:
@@ -131,19 +116,10 @@ def _boundary(plan: BatchPlan, boundary: BoundarySpec, itemsize: int) -> Boundar
     if plan.graph.needs_gradient(boundary):
         bound = missing_elements(shape, dst.gradient(), src.gradient())
         backward = _traffic(forward.transpose(), bound, itemsize)
-    return BoundaryView(
-        boundary.key,
-        boundary.destination,
-        boundary.at,
-        shape,
-        layout_text(src, shape),
-        layout_text(dst, shape),
-        _traffic(forward, missing_elements(shape, src, dst), itemsize),
-        backward,
-        boundary.layer,
-        first,
-        len(routes),
-    )
+    layouts = layout_text(src, shape), layout_text(dst, shape)
+    moved = _traffic(forward, missing_elements(shape, src, dst), itemsize), backward
+    ends = boundary.key, boundary.destination, boundary.at
+    return BoundaryView(*ends, shape, *layouts, *moved, boundary.layer, first, len(routes))
 
 
 def _traffic(plan: TransferPlan, bound: int, itemsize: int) -> Traffic:

@@ -18,15 +18,12 @@ class GivenLengths:
     An encoder's tokens are what it computes on; where several make a row that it hands on (Qwen3-VL merges four), rows
     are counted from them. What a module between gets follows from its encoder, unless the file says it. All tokens of a
     sample attend to each other in an encoder, as those of one image do, and every token of the LLM that is no row is a
-    target.
+    target. Raises RecipeError: a sample has no token for the sink.
 
     Attributes:
         rows: per module but the sink, the rows it emits for each sample, int64 `[samples]`.
         tokens: of the sink, int64 `[samples]`.
         notes: what had to be assumed.
-
-    Raises:
-        RecipeError: a sample has no token for the sink.
     """
 
     def __init__(self, lengths: Lengths, graph: ModuleGraph, adapters: Mapping[str, Adapter], seq_len: int) -> None:
@@ -38,21 +35,17 @@ class GivenLengths:
             if name == sink:
                 continue
             if inputs and name not in lengths.modules:
-                before = self.rows[inputs[0].source]
-                sizes, place = np.unique(before, return_inverse=True)
-                self.rows[name] = np.array([adapters[name].rows(n) if n else 0 for n in sizes.tolist()], np.int64)[
-                    place
-                ]
+                sizes, inverse = np.unique(self.rows[inputs[0].source], return_inverse=True)
+                rows = [adapters[name].rows(n) if n else 0 for n in sizes.tolist()]
+                self.rows[name] = np.array(rows, np.int64)[inverse]
             else:
                 unit = 1 if inputs else adapters[name].abilities.tokens_per_row or 1
                 self.rows[name] = -(-given // unit)
         self.tokens = lengths.of(sink)
         if (self.tokens < 1).any():
             line = int(lengths.lines[self.tokens.argmin()])
-            raise RecipeError(
-                f"{lengths.path}, line {line}, key {sink!r}: got 0 tokens; valid are 1 or more, as every sample goes "
-                f"through {sink!r}"
-            )
+            valid = f"valid are 1 or more, as every sample goes through {sink!r}"
+            raise RecipeError(f"{lengths.path}, line {line}, key {sink!r}: got 0 tokens; {valid}")
         self._edges = {b.at: b.source for b in graph.boundaries if b.at is not None}  # side outputs share a placeholder
         self.notes = tuple(self._checked(sink, seq_len))
 
@@ -64,17 +57,13 @@ class GivenLengths:
         items: list[MediaItem] = []
         first = 1
         for at, source in self._edges.items():
-            if rows := int(self.rows[source][index]):
-                items.append(MediaItem(at, (rows,), first, rows))
-                first += rows
+            if count := int(self.rows[source][index]):
+                items.append(MediaItem(at, (count,), first, count))
+                first += count
         tokens = int(self.tokens[index])
-        return SampleMeta(
-            f"line {self.lengths.lines[index]}",
-            tokens,
-            tuple(items),
-            ((first, tokens),) if first < tokens else (),
-            {name: int(rows[index]) for name, rows in self.rows.items()},
-        )
+        targets = ((first, tokens),) if first < tokens else ()
+        rows = {name: int(rows[index]) for name, rows in self.rows.items()}
+        return SampleMeta(f"line {self.lengths.lines[index]}", tokens, tuple(items), targets, rows)
 
     def batches(self, count: int, size: int, seed: int) -> Iterator[list[SampleMeta]]:
         """`count` batches of `size` samples: each sample once before any comes again."""
@@ -96,7 +85,5 @@ class GivenLengths:
             )
             self.tokens = np.maximum(self.tokens, needed)
         if (long := self.tokens > seq_len).any():
-            yield (
-                f"{long.sum()} of {len(self)} samples are longer than training.seq_len = {seq_len}, to which training "
-                f"cuts them; here they are whole"
-            )
+            longer = f"{long.sum()} of {len(self)} samples are longer than training.seq_len = {seq_len}"
+            yield f"{longer}, to which training cuts them; here they are whole"

@@ -1,7 +1,8 @@
-"""From a run's folder to the values of its page."""
+"""The page of a run as one HTML file, from its template page.html.j2."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,59 +10,75 @@ from typing import Any
 import tomlkit
 
 from hetmesh.checkpoint.saved_run import run_recipe
-from hetmesh.errors import HetmeshError, RecipeError
+from hetmesh.errors import HetmeshError, RecipeError, UsageError
+from hetmesh.files import writing
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, TIMELINE_FILE
 from hetmesh.records.events import EVENTS_FILE
 from hetmesh.records.metrics import amount
+from hetmesh.records.run_lines import number, series
+from hetmesh.records.run_view import RunView
 from hetmesh.report.advice import advice, waits_for_samples
 from hetmesh.report.explain import explain
+from hetmesh.report.figures import figure_svg
+from hetmesh.report.page_parts import Curves, Picture, Tile
 from hetmesh.report.page_sections import sections
 from hetmesh.report.page_story import state, time_text, when
-from hetmesh.report.page_values import RunPage, Tile
-from hetmesh.report.run_folder import RunView
-from hetmesh.report.run_series import number, series
 from hetmesh.report.values import RecipeView
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import average_bubbles
 
+FOLDER_FILES = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, ANSWERS_FILE, TIMELINE_FILE, RECIPE_FILE)
+CONTROL = dict.fromkeys([*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0), 0xFFFE, 0xFFFF])
+"""Characters that HTML and SVG have no word for, to be stripped."""
 
-def run_page(run: RunView, folder: str | Path) -> RunPage:
-    """What the page of `run`, which was read from `folder`, shows. Its recipe is read as `hetmesh explain` does, which
-    looks at the data.
 
-    Raises:
-        RecipeError: no step of it is over.
-    """
+def save_page(run: RunView, folder: str | Path, path: str | Path) -> None:
+    """Write the page of `run`, which was read from `folder`, to `path`. Raises UsageError: see `page_html`;
+    OutputError: `path` cannot be written."""
+    text = page_html(run, folder)
+    with writing(path):
+        Path(path).write_bytes(text.encode("utf-8", errors="replace"))
+
+
+def page_html(run: RunView, folder: str | Path) -> str:
+    """The page of `run`, which was read from `folder`. Its recipe is read as `hetmesh explain` does, which looks at the
+    data. Raises UsageError: no step of it is over, or jinja2 or matplotlib is not installed."""
+    try:
+        from jinja2 import Environment, FileSystemLoader
+    except ImportError as error:
+        hint = "pip install 'hetmesh[report]', or leave the page out with --no-html"
+        raise UsageError(f"the page needs jinja2: {hint}") from error
     folder = Path(folder)
     if not run.records:
-        told = f"there is nothing to show: {state(run, None).text}"
-        raise RecipeError(f"{folder}: metrics.jsonl holds no step yet; {told}")
+        reason = f"there is nothing to show: {state(run, None).text}"
+        raise UsageError(f"{folder}: metrics.jsonl holds no step yet; {reason}")
     recipe, view, notes = _described(folder)
-    title = (recipe.job.description if recipe else "") or folder.resolve().name
-    return RunPage(
-        title=title,
+    wanted = run.story.starts[-1].wanted if run.story.starts else 0
+    files = ", ".join(name for name in FOLDER_FILES if (folder / name).exists())
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    environment.filters["image"] = _image
+    text = environment.get_template("page.html.j2").render(
+        title=(recipe.job.description if recipe else "") or folder.resolve().name,
         run=str(folder),
-        state=state(run, _wanted(run, recipe)),
+        state=state(run, wanted or (recipe.training.steps if recipe else None)),
         facts=tuple(_facts(recipe, view)),
         tiles=tuple(_tiles(run)),
         advice=advice(run, recipe, view),
         sections=sections(run, view, recipe),
         notes=(*run.notes, *notes),
         recipe=recipe_text(recipe) if recipe else "",
-        written=f"Written {when(run.story.read)} UTC by hetmesh report, from {', '.join(_files(folder))}.",
+        written=f"Written {when(run.story.read)} UTC by hetmesh report, from {files}.",
     )
+    return text.translate(CONTROL) + "\n"
 
 
-def _wanted(run: RunView, recipe: Recipe | None) -> int | None:
-    """Steps of the whole run."""
-    asked = run.story.starts[-1].wanted if run.story.starts else 0
-    return asked or (recipe.training.steps if recipe else None)
-
-
-def _files(folder: Path) -> list[str]:
-    names = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, ANSWERS_FILE, TIMELINE_FILE, RECIPE_FILE)
-    return [name for name in names if (folder / name).exists()]
+def _image(picture: Curves | Picture, style: str) -> str:
+    """A picture as the address of an image that holds it."""
+    svg = figure_svg(picture.figure, style).translate(CONTROL)
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', errors='replace')).decode()}"
 
 
 def _described(folder: Path) -> tuple[Recipe | None, RecipeView | None, tuple[str, ...]]:
@@ -73,7 +90,7 @@ def _described(folder: Path) -> tuple[Recipe | None, RecipeView | None, tuple[st
     except RecipeError as error:
         return None, None, (f"what was trained is not known: {error}",)
     try:
-        return recipe, explain(recipe), ()
+        return recipe, explain(resolve(recipe)), ()
     except (HetmeshError, OSError) as error:
         return recipe, None, (f"layout and boundaries cannot be worked out here: {error}",)
 
@@ -83,9 +100,7 @@ def _facts(recipe: Recipe | None, view: RecipeView | None) -> Iterator[str]:
         return
     yield counted(recipe.world_size, "rank")
     if view:
-        for module in view.modules:
-            size = "" if module.parameters is None else f" {amount(module.parameters).strip()}"
-            yield f"{module.name}: {module.model}{size}{'' if module.training == 'trained' else ', ' + module.training}"
+        yield from (f"{module.name}: {module.summary}" for module in view.modules)
     batch = recipe.batch
     microbatches = counted(batch.num_microbatches, "microbatch", "microbatches")
     yield f"{counted(batch.global_batch_size, 'sample')} per step in {microbatches}, schedule {recipe.schedule}"
@@ -93,8 +108,7 @@ def _facts(recipe: Recipe | None, view: RecipeView | None) -> Iterator[str]:
 
 
 def _tiles(run: RunView) -> Iterator[Tile]:
-    loss = series(run.records, "loss")
-    if loss:
+    if loss := series(run.records, "loss"):
         first = f"{loss.values[0]:.4g} at step {loss.steps[0]:,}"
         yield Tile("loss", f"{loss.values[-1]:.4g}", f"training, last step; {first}")
     yield from _held_out(run)
@@ -106,9 +120,10 @@ def _tiles(run: RunView) -> Iterator[Tile]:
     if seconds := series(usual, "time_s"):
         yield Tile("median step", time_text(seconds.median), f"slowest {time_text(max(seconds.values))}")
     if mfu := series(usual, "mfu"):
-        yield Tile("MFU", share_text(mfu.median), "median step, all ranks")
+        share = f"{mfu.median:.1%}" if mfu.median >= 0.01 else f"{100 * mfu.median:.2g}%"
+        yield Tile("MFU", share, "median step, all ranks")
     if "measured" in run.timelines:
-        idle = {name: f"{average_bubbles(each).fraction:.0%}" for name, each in run.timelines.items()}
+        idle = {name: f"{average_bubbles(timeline).fraction:.0%}" for name, timeline in run.timelines.items()}
         note = f"; predicted {idle['predicted']}" if "predicted" in idle else ""
         yield Tile("ranks idle", idle["measured"], f"of step {run.step}, the mean rank{note}")
     if memory := series(usual, "memory_bytes"):
@@ -117,24 +132,19 @@ def _tiles(run: RunView) -> Iterator[Tile]:
         yield Tile("waiting for samples", f"{wait:.1%}", "of the median logged step, the rank that waits longest")
 
 
-def share_text(share: float) -> str:
-    """`"34.5%"`, `"0.0031%"`."""
-    return f"{share:.1%}" if share >= 0.01 else f"{100 * share:.2g}%"
-
-
 def _held_out(run: RunView) -> Iterator[Tile]:
     """What the last evaluation found."""
     if run.evaluations:
-        found, behind = run.evaluations[-1]["validation"], f", after step {run.evaluations[-1]['step']:,}"
+        scores, after = run.evaluations[-1]["validation"], f", after step {run.evaluations[-1]['step']:,}"
         keys = ("loss", "answer_accuracy", "samples")
     else:
-        found, behind, keys = run.summary, "", ("validation_loss", "answer_accuracy", "questions")
-    loss, accuracy, questions = (number(found.get(key)) for key in keys)
+        scores, after, keys = run.summary, "", ("validation_loss", "answer_accuracy", "questions")
+    loss, accuracy, questions = (number(scores.get(key)) for key in keys)
     if loss is not None:
-        yield Tile("loss, held out", f"{loss:.4g}", f"per target token{behind}")
+        yield Tile("loss, held out", f"{loss:.4g}", f"per target token{after}")
     if accuracy is not None:
         of = f"{questions:,.0f} held-out questions" if questions else "held-out questions"
-        yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{behind}")
+        yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{after}")
 
 
 def recipe_text(recipe: Recipe) -> str:
@@ -149,5 +159,5 @@ def recipe_text(recipe: Recipe) -> str:
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_none(each) for key, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -11,23 +11,17 @@ from statistics import median
 from hetmesh.formatting import counted
 from hetmesh.records.events import FAILED, FINISHED, STOPPED
 from hetmesh.records.metrics import duration
-from hetmesh.report.page_values import PageSection, PageTable, State
-from hetmesh.report.run_folder import RunView
-from hetmesh.report.run_series import number, series
-from hetmesh.report.run_story import RunStory, Start
+from hetmesh.records.run_lines import number, series
+from hetmesh.records.run_view import CheckpointEvent, RunView, Start
+from hetmesh.report.page_parts import PageSection, PageTable, State
 
 NO_EVENTS = "no events.jsonl is in the folder: when the run started, saved and ended is not known"
-MOST_ROWS = 12  # of starts, and of checkpoints: the last ones
-SILENT = 60.0  # seconds, and
-SILENT_STEPS = 20  # median steps: without a word for longer than both, a run that lives is odd
+MAX_ROWS = 12  # of starts, and of checkpoints: the last ones
+SILENT_SECONDS, SILENT_STEPS = 60.0, 20  # median steps: without a line for longer than both, a run that lives is odd
 
 
 def state(run: RunView, wanted: int | None) -> State:
-    """How far the run came, and whether it still lives, as far as its folder tells.
-
-    Args:
-        wanted: steps of the whole run; None: not known.
-    """
+    """How far the run came of the `wanted` steps (None: not known), and whether it still lives, as its folder tells."""
     story, done = run.story, run.last.get("step", 0)
     start = story.starts[-1] if story.starts else None
     of = f" of {wanted:,}" if wanted is not None else ""
@@ -35,32 +29,26 @@ def state(run: RunView, wanted: int | None) -> State:
     past = f"{ago(story.read - story.seen)} ago" if story.seen and story.read else "at a time that is not known"
     if (done and run.summary.get("steps") == done) or (start and start.how == FINISHED):
         early = f"{of}, as on_step asked" if run.summary.get("stopped_by_on_step") else ""
-        return State(f"finished: {counted(done, 'step')}{early} in {_spent(run)}, {past}", "good")
+        lasted = time_text(sum(start.until - start.began for start in story.starts))
+        spent = lasted if start else f"{time_text(sum(series(run.records, 'time_s').values))} of steps"
+        return State(f"finished: {counted(done, 'step')}{early} in {spent}, {past}", "good")
     if start is None:
         return State(f"not finished: {at}; its last line was written {past}, and no end is recorded")
     if start.how == STOPPED:
-        saved = "saved" if any(each.step == done for each in story.saved) else "not saved"
+        saved = "saved" if any(checkpoint.step == done for checkpoint in story.saved) else "not saved"
         return State(f"stopped by {start.reason} after {at}, which is {saved}, {past}", "bad")
     if start.how == FAILED:
         return State(f"failed after {at}, {past}: {start.reason}", "bad")
     if story.writing:
         usual = series(run.usual, "time_s")
-        silent = max(SILENT, SILENT_STEPS * usual.median if usual else 0.0) < story.read - story.seen
+        silent = max(SILENT_SECONDS, SILENT_STEPS * usual.median if usual else 0.0) < story.read - story.seen
         odd = f"; that is long for steps of {time_text(usual.median)}: is it stuck?" if silent and usual else ""
         return State(f"still running: {at}, last sign of life {past}{odd}", "bad" if silent else "good")
     if story.writing is False and story.here:
         return State(f"killed, or crashed, after {at}: last sign of life {past}, and its process is gone", "bad")
     where = f" on {start.host}" if start.host else ""
-    return State(
-        f"no end is recorded: {at}, last sign of life {past}{where}; whether it still runs cannot be seen from here"
-    )
-
-
-def _spent(run: RunView) -> str:
-    starts = run.story.starts
-    if starts:
-        return time_text(sum(start.until - start.began for start in starts))
-    return f"{time_text(sum(series(run.records, 'time_s').values))} of steps"
+    unseen = "whether it still runs cannot be seen from here"
+    return State(f"no end is recorded: {at}, last sign of life {past}{where}; {unseen}")
 
 
 def story_section(run: RunView) -> PageSection:
@@ -71,80 +59,56 @@ def story_section(run: RunView) -> PageSection:
     parts = [PageTable("starts and ends, times in UTC", [*_start_rows(story.starts)], numbers=False)]
     if rows := wall_time(run):
         parts.append(PageTable("wall time, from the first start to the last sign of life", rows))
-    lead = f"Started {_times(len(story.starts))}, first {when(story.starts[0].began)}."
+    times = "once" if len(story.starts) == 1 else f"{len(story.starts)} times"
+    lead = f"Started {times}, first {when(story.starts[0].began)}."
     if story.saved:
-        parts.append(PageTable(_checkpoint_caption(story), _checkpoint_rows(story)))
+        held = time_text(median(checkpoint.held_s for checkpoint in story.saved))
+        count = f"{counted(len(story.saved), 'checkpoint')} became complete"
+        shown = f"; the last {MAX_ROWS}" if len(story.saved) > MAX_ROWS else ""
+        caption = f"{count}, for each of which training stood still {held} (median){shown}"
+        parts.append(PageTable(caption, _checkpoint_rows(story.saved[-MAX_ROWS:])))
     missing = () if story.saved else ("no checkpoint was saved; [checkpoint] enable = true",)
     return PageSection("The run", lead, tuple(parts), missing)
 
 
 def _start_rows(starts: Sequence[Start]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("start", "on", "ranks", "steps", "lasted", "end", "changed for it")]
-    for start in starts[-MOST_ROWS:]:
-        device = f" ({start.device})" if start.device else ""
+    for start in starts[-MAX_ROWS:]:
+        on = f"{start.host} ({start.device})" if start.device else start.host
         redone = f", {start.redone} of them done again later" if start.redone else ""
         last = f"{start.step + 1:,} to {start.last:,}{redone}" if start.last > start.step else "none"
         end = " ".join(filter(None, (start.how, f"({start.reason})" if start.reason else ""))) or "none recorded"
-        rows.append(
-            (
-                when(start.began),
-                f"{start.host}{device}",
-                str(start.ranks or "?"),
-                last,
-                time_text(start.until - start.began),
-                end,
-                start.changed or "-",
-            )
-        )
+        lasted = time_text(start.until - start.began)
+        rows.append((when(start.began), on, str(start.ranks or "?"), last, lasted, end, start.changed or "-"))
     return rows
 
 
 def wall_time(run: RunView) -> list[Sequence[str]]:
     """What the time since the first start was spent on: words, seconds and shares, a head before them."""
     starts = run.story.starts
-    if not starts or (whole := max(start.until for start in starts) - starts[0].began) <= 0:
+    if not starts or (total := max(start.until for start in starts) - starts[0].began) <= 0:
         return []
-    first = starts[0].began
-    counted_lines = [each for each in run.records if (number(each.get("timestamp")) or 0.0) >= first]
+    lines = [line for line in run.records if (number(line.get("timestamp")) or 0.0) >= starts[0].began]
+    pauses = (max(0.0, after.began - before.until) for before, after in itertools.pairwise(starts))
     spent = {
-        "steps that count": sum(series(counted_lines, "time_s").values),
+        "steps that count": sum(series(lines, "time_s").values),
         "steps that were done again": sum(start.redone_s for start in starts),
         "starting, until the first step began": sum(start.first_s or 0.0 for start in starts),
-        "training held by checkpoints": sum(each.held_s for each in run.story.saved),
+        "training held by checkpoints": sum(checkpoint.held_s for checkpoint in run.story.saved),
         "validation": sum(series(run.evaluations, "validation", "time_s").values),
-        "between an end and the next start": sum(
-            max(0.0, after.began - before.until) for before, after in itertools.pairwise(starts)
-        ),
+        "between an end and the next start": sum(pauses),
     }
-    spent["all else"] = max(0.0, whole - sum(spent.values()))
-    rows = [(name, time_text(seconds), f"{seconds / whole:.1%}") for name, seconds in spent.items() if seconds]
-    return [("", "time", "share"), *rows, ("all", time_text(whole), "100%")]
+    spent["all else"] = max(0.0, total - sum(spent.values()))
+    rows = [(name, time_text(seconds), f"{seconds / total:.1%}") for name, seconds in spent.items() if seconds]
+    return [("", "time", "share"), *rows, ("all", time_text(total), "100%")]
 
 
-def _checkpoint_caption(story: RunStory) -> str:
-    many = counted(len(story.saved), "checkpoint")
-    held = median(each.held_s for each in story.saved)
-    shown = f"; the last {MOST_ROWS}" if len(story.saved) > MOST_ROWS else ""
-    return f"{many} became complete, for each of which training stood still {time_text(held)} (median){shown}"
-
-
-def _checkpoint_rows(story: RunStory) -> list[Sequence[str]]:
+def _checkpoint_rows(saved: Sequence[CheckpointEvent]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("after step", "UTC", "training held", "written within", "beside training")]
-    rows += [
-        (
-            f"{each.step:,}",
-            when(each.timestamp),
-            time_text(each.held_s),
-            time_text(each.time_s),
-            "yes" if each.asynchronous else "no",
-        )
-        for each in story.saved[-MOST_ROWS:]
-    ]
+    for checkpoint in saved:
+        times = when(checkpoint.timestamp), time_text(checkpoint.held_s), time_text(checkpoint.time_s)
+        rows.append((f"{checkpoint.step:,}", *times, "yes" if checkpoint.asynchronous else "no"))
     return rows
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
 
 
 def time_text(seconds: float) -> str:

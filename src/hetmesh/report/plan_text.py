@@ -13,8 +13,9 @@ from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.section import schedule_spelling
 from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.records.metrics import amount
-from hetmesh.report.memory_text import contents, fit_json, verdict
-from hetmesh.resolve.module_shapes import notes_on_experts
+from hetmesh.report.text import contents, verdict
+from hetmesh.report.values import fit_json
+from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.simulate import CLASSES
 
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}
@@ -26,12 +27,8 @@ points off the published ones (`bench.py planner`)."""
 def plan_text(
     problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
 ) -> str:
-    """Tables for people, lines of at most about 120 characters.
-
-    Args:
-        macro: what is certified of how ranks are parted; None: there is nothing to part.
-        batches: sampled batches whose mean decided.
-    """
+    """Tables for people, lines of at most about 120 characters; `macro` is what is certified of how ranks are parted
+    (None: there is nothing to part), `batches` the number of sampled batches whose mean decided."""
     return "\n".join(line.rstrip() for line in _lines(problem, found, seconds, macro, batches))
 
 
@@ -51,11 +48,11 @@ def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str
         )
         return
     yield f"macro batch: refused, the data drift; plan again for the part of the run that matters. On the whole {split}"
-    for each in macro.drifts:
-        a, b = (round(100 * part) for part in each.place)
-        share = each.measure == SHARE
-        values = [f"{100 * x:.1f}%" if share else f"{amount(x)}FLOP" for x in (each.here, each.elsewhere)]
-        yield f"   {each.module}: {each.measure} {values[0]} from {a} to {b}% of the run, {values[1]} elsewhere"
+    for drift in macro.drifts:
+        a, b = (round(100 * part) for part in drift.place)
+        share = drift.measure == SHARE
+        values = [f"{100 * x:.1f}%" if share else f"{amount(x)}FLOP" for x in (drift.here, drift.elsewhere)]
+        yield f"   {drift.module}: {drift.measure} {values[0]} from {a} to {b}% of the run, {values[1]} elsewhere"
 
 
 def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int) -> Iterator[str]:
@@ -81,38 +78,25 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
 
 def layout_lines(problem: Problem, found: Found) -> Iterator[str]:
     """The layouts that were found, side by side and one by one, with why others are slower."""
-    shown = [each for best in found.best.values() for each in best]
-    fastest = min(shown, key=lambda each: each.step_s)
-    heads = (
-        "",
-        "placement",
-        "step ms",
-        "tokens/s/rank",
-        "MFU %",
-        "peak",
-        "idle %",
-        "waits most for",
-        "schedule",
-        "mb",
-    )
-    rows = [heads, *(_row(each, i, each is fastest) for i, each in enumerate(shown, 1))]
-    yield from table(rows)
-    for i, each in enumerate(shown, 1):
+    shown = [layout for best in found.best.values() for layout in best]
+    fastest = min(shown, key=lambda layout: layout.step_s)
+    heads = ("", "placement", "step ms", "tokens/s/rank", "MFU %", "peak", "idle %", "waits most for", "schedule", "mb")
+    yield from table([heads, *(_row(layout, i, layout is fastest) for i, layout in enumerate(shown, 1))])
+    for i, layout in enumerate(shown, 1):
         yield ""
-        fit = plan_fit(problem, each.plan)
+        fit = plan_fit(problem, layout.plan)
         large = "; its largest batch does not fit" if fit.fits is False else ""
-        yield f"{i}  {each.plan.placement}: {_why(each, fastest)}{large}"
-        for name, own in each.plan.modules.items():
-            yield f"   {name:10} ranks {ranks_text(range(*own.ranks))}: {own}"
-        first = found.best[each.plan.placement][0]
-        if each is not first:
-            yield f"   unlike {1 + shown.index(first)}: {difference(each.plan, first.plan)}"
+        yield f"{i}  {layout.plan.placement}: {_why(layout, fastest)}{large}"
+        for name, module in layout.plan.modules.items():
+            yield f"   {name:10} ranks {ranks_text(range(*module.ranks))}: {module}"
+        first = found.best[layout.plan.placement][0]
+        if layout is not first:
+            yield f"   unlike {1 + shown.index(first)}: {difference(layout.plan, first.plan)}"
         yield f"   memory, largest batch: {verdict(fit)}"
         yield f"      {contents(fit.ranks[fit.fullest])}"
     for placement, best in found.best.items():
         if not best and problem.fixed.get(("", "placement"), placement) == placement:
-            yield ""
-            yield f"{placement}: nothing that was tried fits or can run"
+            yield from ("", f"{placement}: nothing that was tried fits or can run")
 
 
 def advice(found: Found) -> str:
@@ -121,7 +105,7 @@ def advice(found: Found) -> str:
     others = [best[0] for placement, best in found.best.items() if best and placement != "homogeneous"]
     if shared is None or not others:
         return ""
-    best = min(others, key=lambda each: each.step_s)
+    best = min(others, key=lambda layout: layout.step_s)
     saved = 1 - best.step_s / shared.step_s
     pays = "pays" if saved > CLOSE else "hardly pays" if saved > 0 else "does not pay"
     than = f"{abs(saved):.1%} {'less' if saved > 0 else 'more'} time than the best homogeneous layout"
@@ -131,8 +115,9 @@ def advice(found: Found) -> str:
 
 def difference(plan: LayoutPlan, other: LayoutPlan) -> str:
     """What tells a plan from another one of its placement: `"microbatches of 2 instead of microbatches of 4"`."""
-    one, two = (str(each).split("; ") for each in (plan, other))
-    here, there = ("; ".join(part for part in own if part not in others) for own, others in ((one, two), (two, one)))
+    parts, others = (str(either).split("; ") for either in (plan, other))
+    here = "; ".join(part for part in parts if part not in others)
+    there = "; ".join(part for part in others if part not in parts)
     return f"{here} instead of {there}" if here and there else here or f"without {there}"
 
 
@@ -153,38 +138,38 @@ def nothing_found(problem: Problem, found: Found) -> str:
     )
 
 
-def _row(each: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
-    idle = {name: each.bubbles.get(name, 0.0) for name in CLASSES}
+def _row(layout: Prediction, number: int, fastest: bool) -> tuple[str, ...]:
+    idle = {name: layout.bubbles.get(name, 0.0) for name in CLASSES}
     most = max(idle, key=lambda name: idle[name])
     return (
         f"{number}{'*' if fastest else ' '}",
-        each.plan.placement,
-        f"{each.step_s * 1e3:,.0f}",
-        amount(each.tokens_per_s).strip(),
-        "-" if each.mfu is None else f"{100 * each.mfu:.1f}",
-        f"{amount(each.peak_bytes)}B",
-        f"{100 * sum(idle.values()) / each.step_s:.0f}",
-        f"{_BUBBLES[most]} ({100 * idle[most] / each.step_s:.0f}%)" if idle[most] else "-",
-        schedule_spelling(each.plan.schedule),
-        str(each.plan.microbatch_size),
+        layout.plan.placement,
+        f"{layout.step_s * 1e3:,.0f}",
+        amount(layout.tokens_per_s).strip(),
+        "-" if layout.mfu is None else f"{100 * layout.mfu:.1f}",
+        f"{amount(layout.peak_bytes)}B",
+        f"{100 * sum(idle.values()) / layout.step_s:.0f}",
+        f"{_BUBBLES[most]} ({100 * idle[most] / layout.step_s:.0f}%)" if idle[most] else "-",
+        schedule_spelling(layout.plan.schedule),
+        str(layout.plan.microbatch_size),
     )
 
 
-def _why(each: Prediction, fastest: Prediction) -> str:
+def _why(layout: Prediction, fastest: Prediction) -> str:
     """How much slower than the fastest, and what takes the time."""
-    if each is fastest:
+    if layout is fastest:
         return "the fastest"
-    longer = each.step_s - fastest.step_s
+    longer = layout.step_s - fastest.step_s
     if longer < 5e-4 * fastest.step_s:
         return "as fast as the fastest"
-    parts = {name: each.bubbles.get(name, 0.0) - fastest.bubbles.get(name, 0.0) for name in ("compute", *CLASSES)}
+    parts = {name: layout.bubbles.get(name, 0.0) - fastest.bubbles.get(name, 0.0) for name in ("compute", *CLASSES)}
     most = max(parts, key=lambda name: parts[name])
     what = "computing" if most == "compute" else f"waiting ({_BUBBLES[most]})"
     return f"{100 * longer / fastest.step_s:.1f}% longer; {parts[most] * 1e3:,.0f} ms more of {what} on the mean rank"
 
 
 def _refused(found: Found) -> Iterator[str]:
-    for reason, count in sorted(found.refused.items(), key=lambda each: -each[1])[:3]:
+    for reason, count in sorted(found.refused.items(), key=lambda refusal: -refusal[1])[:3]:
         yield f"not possible ({count} layouts): {reason}"
 
 
@@ -192,42 +177,36 @@ def plan_json(
     problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
 ) -> dict[str, Any]:
     """The same as plain values."""
+    asked = {"machine": problem.machine.name, "ranks": problem.ranks, "global_batch_size": problem.global_batch_size}
+    counts = {key: getattr(found, key) for key in ("considered", "simulated", "too_large", "least_bytes")}
     return {
-        "machine": problem.machine.name,
-        "ranks": problem.ranks,
-        "global_batch_size": problem.global_batch_size,
+        **asked,
         "limit_bytes": problem.limit,
-        "considered": found.considered,
-        "simulated": found.simulated,
-        "too_large": found.too_large,
+        **counts,
         "refused": dict(found.refused),
-        "least_bytes": found.least_bytes,
         "seconds": seconds,
         "batches": batches,
         "macro_batch": None if macro is None else asdict(macro),
         "notes": _notes(problem),
-        "plans": [_as_json(problem, each) for best in found.best.values() for each in best],
+        "plans": [_as_json(problem, layout) for best in found.best.values() for layout in best],
     }
 
 
-def _as_json(problem: Problem, each: Prediction) -> dict[str, Any]:
+def _as_json(problem: Problem, layout: Prediction) -> dict[str, Any]:
+    modules = {
+        name: {
+            "ranks": [module.ranks[0], module.ranks[1] - 1],
+            "activation_checkpoint": module.activation_checkpoint,
+            **{key: module.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
+            EXPERT_DEGREE: module.expert_parallel,
+        }
+        for name, module in layout.plan.modules.items()
+    }
     return {
-        "placement": each.plan.placement,
-        "step_s": each.step_s,
-        "tokens_per_s_per_rank": each.tokens_per_s,
-        "mfu": each.mfu,
-        "peak_bytes": each.peak_bytes,
-        "memory": fit_json(plan_fit(problem, each.plan)),
-        "bubbles": dict(each.bubbles),
-        "schedule": each.plan.schedule,
-        "microbatch_size": each.plan.microbatch_size,
-        "modules": {
-            name: {
-                "ranks": [own.ranks[0], own.ranks[1] - 1],
-                "activation_checkpoint": own.activation_checkpoint,
-                **{key: own.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
-                EXPERT_DEGREE: own.expert_parallel,
-            }
-            for name, own in each.plan.modules.items()
-        },
+        **{key: getattr(layout.plan, key) for key in ("placement", "schedule", "microbatch_size")},
+        **{key: getattr(layout, key) for key in ("step_s", "mfu", "peak_bytes")},
+        "tokens_per_s_per_rank": layout.tokens_per_s,
+        "memory": fit_json(plan_fit(problem, layout.plan)),
+        "bubbles": dict(layout.bubbles),
+        "modules": modules,
     }

@@ -12,22 +12,9 @@ from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import layout_lines
 from hetmesh.resolve.init_recipe import Starter
 
-ORDER = (
-    "job",
-    "model",
-    "modules",
-    "parallelism",
-    "balance",
-    "data",
-    "training",
-    "activation_checkpoint",
-    "optimizer",
-    "lr_scheduler",
-    "checkpoint",
-    "validation",
-    "metrics",
-)
-"""Tables in the order of a recipe; any others come behind."""
+_FIRST = ("job", "model", "modules", "parallelism", "balance", "data", "training", "activation_checkpoint", "optimizer")
+ORDER = (*_FIRST, "lr_scheduler", "checkpoint", "validation", "metrics")
+"""Tables in the order of a recipe; any others come after them."""
 
 COMMENTS: Mapping[str, str] = {
     "job.dump_folder": "metrics, checkpoints and a copy of this recipe; every run takes a folder of its own",
@@ -68,36 +55,24 @@ COMMENTS: Mapping[str, str] = {
 }
 """By key, `*` for the name of a module."""
 
-WIDTH = 120
+WIDTH = 120  # characters of a line
 
 
 def starter_text(starter: Starter) -> str:
-    """The recipe, with the layouts beside its own.
-
-    Raises:
-        AssertionError: it does not say what the tables say.
-    """
-    tables = {k: starter.tables[k] for k in sorted(starter.tables, key=_place)}
-    lines = [*_head(starter), ""]
+    """The recipe, with the layouts beside its own. Raises AssertionError: it does not say what the tables say."""
+    order = dict.fromkeys((*ORDER, *starter.tables))
+    tables = {name: starter.tables[name] for name in order if name in starter.tables}
+    ranks = f"{counted(starter.problem.ranks, 'rank')} of {starter.problem.machine.name}"
+    lines = [f"# Written by `hetmesh init` for {ranks}. Check it, look at it, train it:"]
+    lines += [f"#     hetmesh {verb} RECIPE.toml" for verb in ("check", "explain", "train")]
+    lines += ["# Any key can be overridden there: --training.steps 20", ""]
     for section, table in tables.items():
         if section == "parallelism":
             lines += [f"# {line}".rstrip() for line in _reason(starter)]
         lines += [*_table((section,), table, starter), *_hints(section, starter), ""]
-    text = "\n".join(line for line in lines[:-1]) + "\n"
+    text = "\n".join(lines[:-1]) + "\n"
     assert parse_recipe(text) == parse_recipe("\n".join(_table((), tables, starter)))
     return text
-
-
-def _place(section: str) -> int:
-    return ORDER.index(section) if section in ORDER else len(ORDER)
-
-
-def _head(starter: Starter) -> Iterator[str]:
-    ranks = counted(starter.problem.ranks, "rank")
-    yield f"# Written by `hetmesh init` for {ranks} of {starter.problem.machine.name}. Check it, look at it, train it:"
-    for verb in ("check", "explain", "train"):
-        yield f"#     hetmesh {verb} RECIPE.toml"
-    yield "# Any key can be overridden there: --training.steps 20"
 
 
 def _reason(starter: Starter) -> Iterator[str]:
@@ -105,10 +80,8 @@ def _reason(starter: Starter) -> Iterator[str]:
     assert fastest is not None
     limit = f", of {amount(problem.limit)}B that a rank may hold" if problem.limit else ""
     yield f"Layout: the fastest of {starter.found.considered} by simulation, {fastest.plan.placement}. Predicted:"
-    yield (
-        f"{fastest.step_s:.3g} s per step of {problem.global_batch_size} samples, "
-        f"{amount(fastest.peak_bytes)}B on the rank that holds most{limit}."
-    )
+    memory = f"{amount(fastest.peak_bytes)}B on the rank that holds most{limit}"
+    yield f"{fastest.step_s:.3g} s per step of {problem.global_batch_size} samples, {memory}."
     if starter.tried:
         yield f"On {' and '.join(map(str, starter.tried))} ranks no layout holds the model."
     yield f"The best of each placement (`hetmesh plan RECIPE.toml --ranks {problem.ranks}` searches again):"
@@ -144,14 +117,13 @@ def _table(path: tuple[str, ...], table: Mapping[str, Any], starter: Starter) ->
 def _comment(path: Sequence[str], starter: Starter) -> str:
     key = ".".join(path)
     if key == "training.seq_len":
-        return (
-            f"tokens of the longest sample allowed, with images; the longest of those looked at has {starter.longest:,}"
-        )
+        longest = f"the longest of those looked at has {starter.longest:,}"
+        return f"tokens of the longest sample allowed, with images; {longest}"
     if key == "data.on_no_target" and starter.without_target:
         return f"{starter.without_target} of {starter.looked_at} samples looked at add nothing to the loss; or stop"
     if key == "training.steps":
         steps, size = (starter.tables["training"][name] for name in ("steps", "global_batch_size"))
-        return f"so often through {starter.samples:,} samples: {steps * size / starter.samples:.2g}"
+        return f"passes through {starter.samples:,} samples: {steps * size / starter.samples:.2g}"
     any_module = ".".join((path[0], "*", *path[2:]))
     return COMMENTS.get(key) or COMMENTS.get(any_module, "")
 
@@ -159,7 +131,7 @@ def _comment(path: Sequence[str], starter: Starter) -> str:
 def _toml(value: Any) -> str:
     """A value on one line."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(each)}" for key, each in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(inner)}" for key, inner in value.items()) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,5 @@
-"""A RecipeView as text: ranks across, modules down, then what each module and boundary costs."""
+"""A RecipeView as text: ranks across, modules down, then what each module and boundary costs, and whether the layout
+fits a machine's memory, by how much, and what the fullest rank is full of."""
 
 from __future__ import annotations
 
@@ -6,8 +7,15 @@ from collections.abc import Iterator, Sequence
 
 from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.records.metrics import amount
-from hetmesh.report.memory_text import fit_lines
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView, Traffic
+from hetmesh.simulate import MemoryFit, RankMemory
+
+_MEMORY_WORDS = {
+    "optimizer": "optimizer state",
+    "gathered": "gathered by FSDP",
+    "sums": "gradients being summed",
+    "rows": "rows of boundaries",
+}
 
 
 def as_text(view: RecipeView, width: int = 100) -> str:
@@ -22,14 +30,9 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
         f"{counted(view.ranks, 'rank')}, {view.steps} steps of {view.global_batch_size} samples in "
         f"{counted(view.microbatches, 'microbatch', 'microbatches')}, schedule {view.schedule}"
     )
-    yield ""
-    yield from _ranks(view, width)
-    yield ""
-    for line in table(module_rows(view)):
-        yield f"  {line}"
-    yield (
-        f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
-    )
+    yield from ("", *_ranks(view, width), "")
+    yield from (f"  {line}" for line in table(module_rows(view)))
+    yield f"  forward and backward: FLOPs of one step over all ranks, first global batch ({amount(view.tokens)}tokens)"
     yield from (f"  {note}" for note in view.notes)
     yield f"  state: parameters, gradients and {view.optimizer}'s state in {view.dtype}; activations come on top"
     yield (
@@ -38,13 +41,10 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     )
     yield from _stages(view)
     yield from _held(view)
-    if view.fit is not None:
-        yield ""
-        yield from fit_lines(view.fit)
+    yield from ("", *fit_lines(view.fit)) if view.fit is not None else ()
     if view.boundaries:
-        yield ""
         alike = all(boundary.microbatches == (0, 0) for boundary in view.boundaries)
-        yield "boundaries, in the first microbatch:" if alike else "boundaries, along the first of their routes:"
+        yield from ("", f"boundaries, {'in the first microbatch' if alike else 'along the first of their routes'}:")
     for boundary in view.boundaries:
         yield from _boundary(boundary)
 
@@ -75,12 +75,14 @@ def _ranks(view: RecipeView, width: int) -> Iterator[str]:
 def module_rows(view: RecipeView) -> list[Sequence[str]]:
     """A row per module and their head, as cells."""
     header = ("module", "model", "mesh", "ranks", "parameters", "per rank", "state/rank", "training", "dtype")
-    return [(*header, "forward", "backward", "imbalance"), *(_module_cells(module) for module in view.modules)]
+    return [(*header, "forward", "backward", "imbalance"), *map(_module_cells, view.modules)]
 
 
 def _module_cells(module: ModuleView) -> Sequence[str]:
-    held = [memory.elements for memory in module.memory.values()]
-    state = [memory.total for memory in module.memory.values()]
+    memory = module.memory.values()
+    held = f"{amount(max(rank.elements for rank in memory))}".strip() if memory else "?"
+    state = f"{amount(max(rank.total for rank in memory))}B" if memory else "?"
+    flops = module.flops
     training = module.training
     if training == "partly" and module.parameters and module.trainable_parameters:
         training = f"{module.trainable_parameters / module.parameters:.1%}"
@@ -90,21 +92,15 @@ def _module_cells(module: ModuleView) -> Sequence[str]:
         " x ".join(f"{axis} {size}" for axis, size in module.axes.items()),
         ranks_text(module.ranks),
         "?" if module.parameters is None else f"{amount(module.parameters)}".strip(),
-        f"{amount(max(held))}".strip() if held else "?",
-        f"{amount(max(state))}B" if state else "?",
-        training,
-        module.dtype,
-        f"{amount(module.flops.forward)}" if module.flops else "?",
-        f"{amount(module.flops.backward)}" if module.flops else "?",
+        *(held, state, training, module.dtype),
+        *((amount(flops.forward), amount(flops.backward)) if flops else ("?", "?")),
         f"{module.imbalance:.2f}",
     )
 
 
 def _stages(view: RecipeView) -> Iterator[str]:
     split = [module for module in view.modules if len(module.stages) > 1]
-    if split:
-        yield ""
-        yield "pipeline stages:"
+    yield from ("", "pipeline stages:") if split else ()
     for module in split:
         for i, layers in enumerate(module.stages):
             shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
@@ -112,8 +108,7 @@ def _stages(view: RecipeView) -> Iterator[str]:
 
 
 def _held(view: RecipeView) -> Iterator[str]:
-    yield ""
-    yield "held at most between forward and backward, on the lane that holds most:"
+    yield from ("", "held at most between forward and backward, on the lane that holds most:")
     for module in view.modules:
         unit = "rows" if any(b.source.split(".")[0] == module.name for b in view.boundaries) else "tokens"
         for i, held in enumerate(module.held):
@@ -124,7 +119,7 @@ def _held(view: RecipeView) -> Iterator[str]:
 def _boundary(boundary: BoundaryView) -> Iterator[str]:
     rows, features = boundary.shape
     at = f" at {boundary.at!r}" if boundary.at else ""
-    at += f" behind {boundary.layer}" if boundary.layer else ""
+    at += f" after {boundary.layer}" if boundary.layer else ""
     m, to = boundary.microbatches
     which = f", microbatch {m} to {to}" if m != to else ""
     yield f"  {boundary.source} -> {boundary.destination}{at}{which}: {rows} rows x {features}"
@@ -145,3 +140,36 @@ def traffic_text(traffic: Traffic) -> str:
     transport = ", ".join(name if len(links) == 1 else f"{name} on {' and '.join(on)}" for name, on in links.items())
     bound = "the least possible" if traffic.bytes == traffic.bound else f"at least {amount(traffic.bound)}B needed"
     return f"{amount(traffic.bytes)}B between ranks, {bound}; by {transport}"
+
+
+def verdict(fit: MemoryFit) -> str:
+    """`"fits h100: 44.1 GB of 80.0 GB on the fullest rank, 35.9 GB (45%) to spare"`."""
+    peak = _bytes(fit.peak_bytes)
+    if fit.fits is None:
+        return f"{peak} on the fullest rank; the memory of machine {fit.machine} is not known: name one (--machine)"
+    share = f"{_bytes(abs(fit.spare_bytes))} ({100 * abs(fit.spare_bytes) / fit.memory_bytes:.0f}%)"
+    fits, rest = ("fits", "to spare") if fit.fits else ("does not fit", "too much")
+    return f"{fits} {fit.machine}: {peak} of {_bytes(fit.memory_bytes)} on the fullest rank, {share} {rest}"
+
+
+def fit_lines(fit: MemoryFit) -> Iterator[str]:
+    """The verdict, what the fullest rank holds, and on which batch."""
+    yield f"memory: {verdict(fit)}"
+    memory = fit.ranks[fit.fullest]
+    alike = [rank for rank, other in fit.ranks.items() if other.total == memory.total]
+    yield f"  rank {ranks_text(tuple(alike))} in {memory.at}: {contents(memory)}"
+    yield (
+        f"  on the largest batch that {counted(fit.samples, 'sample')} of {fit.drawn:,} can make; what kernels "
+        "allocate inside, and fragments, are not in it"
+    )
+
+
+def contents(memory: RankMemory) -> str:
+    """What a rank holds, largest first, without what is less than a hundredth."""
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    shown = [(name, size) for name, size in parts if 100 * size >= memory.total > 0]
+    return ", ".join(f"{_MEMORY_WORDS.get(name, name)} {_bytes(size)}" for name, size in shown)
+
+
+def _bytes(size: int) -> str:
+    return f"{amount(size).strip()}B"

@@ -1,4 +1,4 @@
-"""What is shown of a recipe, as values without any behaviour of their own."""
+"""What is shown of a recipe, as values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetmesh.cost import Flops, StaticMemory, Work
-from hetmesh.report.memory_text import fit_json
+from hetmesh.records.metrics import amount
 from hetmesh.simulate import MemoryFit
 
 
 @dataclass(frozen=True)
 class HeldView:
-    """What a stage holds at most of its module's microbatches, between their forward and the end of their backward.
-
-    Attributes:
-        microbatches: how many.
-        rows: of all those on the lane that holds most: rows that the module emits, or the tokens of the LLM.
-    """
+    """What a stage holds at most of its module's microbatches, between their forward and the end of their backward, and
+    of all those on the lane that holds most: rows that the module emits, or the tokens of the LLM."""
 
     microbatches: int
     rows: int
@@ -29,8 +25,7 @@ class ModuleView:
     """One module on its mesh. What is None could not be known without building the module.
 
     Attributes:
-        name, model: of the recipe.
-        ranks: its ranks, in mesh order.
+        ranks: in mesh order.
         axes: mesh axes and their sizes, outermost first.
         lanes: data-parallel coordinates.
         cells: rank -> its coordinates, e.g. `"dp0 tp1"`.
@@ -43,7 +38,6 @@ class ModuleView:
         imbalance: busiest lane over mean lane in that step, by rows.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
         microbatches: of that step; modules may have different numbers.
-        held: per stage.
     """
 
     name: str
@@ -64,18 +58,18 @@ class ModuleView:
     microbatches: int = 0
     held: tuple[HeldView, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """`"siglip 413 M, frozen"`."""
+        size = "" if self.parameters is None else f" {amount(self.parameters).strip()}"
+        return f"{self.model}{size}{'' if self.training == 'trained' else ', ' + self.training}"
+
 
 @dataclass(frozen=True)
 class Traffic:
-    """One direction of a boundary in one microbatch.
-
-    Attributes:
-        bytes: that the plan moves between ranks.
-        bound: the fewest that any plan could: what each rank must end up with and does not hold, counted from the
-            layouts alone.
-        transport: how the bytes are carried, by what may carry them: `memory` where all ranks are on the CPUs of one
-            host, else a backend.
-    """
+    """One direction of a boundary in one microbatch: bytes that the plan moves between ranks; the fewest that any plan
+    could (what each rank must end up with and does not hold, by the layouts alone); how they are carried, by what may
+    carry them: `memory` where all ranks are on the CPUs of one host, else a backend."""
 
     bytes: int
     bound: int
@@ -87,12 +81,11 @@ class BoundaryView:
     """One boundary in the first global batch, along the first of its routes.
 
     Attributes:
-        microbatches: of source and destination that this route joins.
-        routes: how many there are.
+        microbatches: of source and destination that this route joins; routes: how many there are.
         at: the placeholder whose tokens the rows replace.
-        layer: the layer behind which a side output of the source is added to those tokens.
+        layer: the layer after which a side output of the source is added to those tokens.
         shape: rows and features.
-        source_layout, destination_layout: in words, one phrase per mesh axis.
+        source_layout, destination_layout: in words.
         forward, backward: what moves; no backward where nothing upstream is trainable.
     """
 
@@ -119,16 +112,10 @@ class RecipeView:
     """What a recipe means.
 
     Attributes:
-        description: the recipe's own.
-        ranks: processes.
-        idle_ranks: those without a module.
-        steps: optimizer steps of a run.
-        schedule: the policy.
+        ranks: processes; idle_ranks: those without a module.
         global_batch_size, microbatch_size: samples per step, and per lane of the sink and microbatch.
-        microbatches: per step.
         tokens: of the first global batch, without padding.
         dtype: of parameters, gradients and optimizer state.
-        optimizer: its name.
         modules, boundaries: in the recipe's order.
         process_groups, process_groups_per_rank: that a run on NCCL makes besides torch's default one; at most on one
             rank. Gloo needs none for messages.
@@ -162,3 +149,10 @@ class RecipeView:
     def as_json(self) -> dict[str, Any]:
         """The same in what JSON knows."""
         return asdict(self) | {"fit": None if self.fit is None else fit_json(self.fit)}
+
+
+def fit_json(fit: MemoryFit) -> dict[str, Any]:
+    """The verdict and what ranks hold, as plain values."""
+    keys = ("machine", "memory_bytes", "fits", "fullest", "peak_bytes", "spare_bytes", "samples", "drawn")
+    plain = {key: getattr(fit, key) for key in keys} | ({} if fit.memory_bytes else {"spare_bytes": None})
+    return plain | {"ranks": {rank: asdict(memory) for rank, memory in fit.ranks.items()}}

@@ -17,17 +17,15 @@ import tomlkit
 
 from hetmesh.cost import Machine, find_machine, load_machine
 from hetmesh.data.find_conversations import Conversations
-from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MetaArrays
-from hetmesh.models import Adapter
 from hetmesh.planner import Found, Problem, search
 from hetmesh.recipe.hf_path import positions_of, synthetic_options
 from hetmesh.recipe.overrides import apply_override, parse_overrides
-from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.metrics import amount
-from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.planning import planned_text, recipe_problem
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.summary import count_parameters
 
 LOOKED_AT = 1024
@@ -89,20 +87,22 @@ def starter(
     device = _machine(machine)
     gpu = device.name != "cpu"
     tables = _draft(directory, data, gpu, machine)
-    recipe, source, metas = _measured(tables, overrides)
+    resolved, metas = _measured(tables, overrides)
+    samples = len(resolved.source)
     longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum())
     tables["training"]["seq_len"] = min(_up_to(longest, 16), positions_of(directory) or LONGEST)
     given = range_of_ranks(machine, ranks)
     tried: list[int] = []
-    for count in given or _powers(_least_ranks(recipe, describe(recipe, source)[1], device)):
-        tables["training"] |= _steps(len(source), count, TRIED_STEPS if data is None else None)
+    for count in given or _powers(_least_ranks(resolved, device)):
+        tables["training"] |= _steps(samples, count, TRIED_STEPS if data is None else None)
         text = _dumped(tables, overrides)
         recipe = parse_recipe(text)
-        problem = recipe_problem(recipe, machine=machine or (device.name if gpu else None), ranks=count)
+        name = machine or (device.name if gpu else None)
+        problem = recipe_problem(resolve(recipe), machine=name, ranks=count)
         found = search(problem, shown=1)
         if found.fastest is not None:
             planned = planned_text(recipe, text, (), problem, found.fastest.plan)
-            seen = len(source), len(metas), longest, without
+            seen = samples, len(metas), longest, without
             return Starter(tomli.loads(planned), *seen, problem, found, tuple(tried))
         tried.append(count)
         least = found.least_bytes
@@ -203,19 +203,17 @@ def _dumped(tables: Mapping[str, Any], overrides: Sequence[str]) -> str:
     return tomlkit.dumps(raw)
 
 
-def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Recipe, Source, MetaArrays]:
-    """The recipe, its data, and expanded metadata of samples from all of them."""
-    recipe = parse_recipe(_dumped(tables, overrides))
-    source, adapters, graph = describe(recipe)
-    loader = make_loader(recipe, source, graph, adapters)
-    step = max(len(source) // LOOKED_AT, 1)
-    metas = loader.drawn(list(range(0, len(source), step))[:LOOKED_AT]).metas
+def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[ResolvedRecipe, MetaArrays]:
+    """The recipe, and expanded metadata of samples from all of its data."""
+    resolved = resolve(parse_recipe(_dumped(tables, overrides)))
+    samples = len(resolved.source)
+    metas = resolved.loader().drawn(list(range(0, samples, max(samples // LOOKED_AT, 1)))[:LOOKED_AT]).metas
     if not metas.num_targets.any():
         raise RecipeError(
             f"none of {len(metas)} samples of the data that were looked at has a target: nothing in them is the "
             "assistant's (`role` assistant, `from` gpt), or the chat template leaves it out"
         )
-    return recipe, source, metas
+    return resolved, metas
 
 
 def _steps(samples: int, ranks: int, steps: int | None) -> dict[str, int]:
@@ -225,10 +223,10 @@ def _steps(samples: int, ranks: int, steps: int | None) -> dict[str, int]:
     return {"global_batch_size": batch, "steps": steps or math.ceil(passes * samples / batch)}
 
 
-def _least_ranks(recipe: Recipe, adapters: Mapping[str, Adapter], machine: Machine) -> int:
-    """So many hold at least the state of the parameters."""
-    counts = {name: count_parameters(adapter) or 0 for name, adapter in adapters.items()}
-    trained = {name: 1 if recipe.modules[name].trainable else 0.25 for name in counts}
+def _least_ranks(resolved: ResolvedRecipe, machine: Machine) -> int:
+    """How many hold at least the state of the parameters."""
+    counts = {name: count_parameters(adapter) or 0 for name, adapter in resolved.adapters.items()}
+    trained = {name: 1 if resolved.recipe.modules[name].trainable else 0.25 for name in counts}
     size = STATE_BYTES * sum(counts[name] * trained[name] for name in counts)
     limit = 0.9 * machine.memory_bytes
     return math.ceil(size / limit) if limit else 1

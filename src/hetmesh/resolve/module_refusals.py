@@ -1,73 +1,61 @@
-"""What the modules of a recipe cannot do of that which it asks of them."""
+"""What the modules of a recipe cannot do of that which it asks of them, and users' tensor parallel plans, compared with
+the whole module before it trains."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
 from hetmesh.errors import RecipeError, Refusals
-from hetmesh.graph import dense_mesh
+from hetmesh.graph import dense_mesh, experts_fit
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
+from hetmesh.models.user.adapters import UserAdapter
+from hetmesh.models.user.plan_probe import reason_not_compared
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
-from hetmesh.resolve.expert_refusals import check_experts
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
 
 
 def check_module(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
     """What a module cannot do of that which the recipe asks of it: its parallelism, its weights, its adapters."""
-    for check in (
-        _tensor_parallel,
-        _sequence_parallel,
-        _packing,
-        _context_parallel,
-        _zero_bubble,
-        _attention_dropout,
-        check_experts,
-    ):
-        check(recipe, name, adapter, refusals)
+    _tensor_parallel(recipe, name, adapter, refusals)
+    _packing(recipe, name, adapter, refusals)
+    if recipe.sink_schedule == "zero_bubble" and (name == recipe.sink or not recipe.fills_bubbles):
+        _zero_bubble(recipe, name, refusals)
+    _experts(recipe, name, adapter, refusals)
     with refusals.collect():
-        _weights(recipe, name, adapter)
+        if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
+            check_weights(adapter, build_empty(adapter), pretrained)
+        elif ":" in recipe.modules[name].model:
+            reason_built_whole(adapter, name)  # which says what its constructor leaves without values
     if (module := build_on_meta(adapter)) is not None:
-        with refusals.collect():
-            check_batch_statistics(name, recipe.modules[name].model, module)
-        _plan(recipe, name, module, refusals)
-        _frozen_inside(recipe, name, module, refusals)
-        with refusals.collect():
-            _lora(recipe, name, adapter, module)
+        _built(recipe, name, adapter, module, refusals)
 
 
 def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
     mesh, sizes = recipe.wiring.meshes[name], adapter.tensor_parallel_sizes()
     degree = mesh.axis_size("tp")
-    wrong = {size: value for size, value in sizes.items() if value % degree}
-    if not wrong:
-        return
-    owner = recipe.wiring.tables[name]
-    takes = "" if owner == name else f" (module {name!r} takes the mesh of {owner!r})"
-    valid = divisors(math.gcd(*sizes.values()))
-    fitting = [d for d in valid if mesh.size % d == 0]
-    limit = "" if fitting == valid else f", of which {fitting} divide its {mesh.size} ranks"
-    refusals.add(
-        f"parallelism.{owner}.tensor_parallel_degree = {degree}{takes} does not divide "
-        + " and ".join(f"{size} = {value}" for size, value in wrong.items())
-        + f" of modules.{name}; valid degrees are {valid}{limit}"
-    )
-
-
-def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    if wrong := {size: value for size, value in sizes.items() if value % degree}:
+        owner = recipe.wiring.tables[name]
+        takes = "" if owner == name else f" (module {name!r} takes the mesh of {owner!r})"
+        valid = divisors(math.gcd(*sizes.values()))
+        fitting = [d for d in valid if mesh.size % d == 0]
+        limit = "" if fitting == valid else f", of which {fitting} divide its {mesh.size} ranks"
+        refusals.add(
+            f"parallelism.{owner}.tensor_parallel_degree = {degree}{takes} does not divide "
+            + " and ".join(f"{size} = {value}" for size, value in wrong.items())
+            + f" of modules.{name}; valid degrees are {valid}{limit}"
+        )
+    key = f"parallelism.{name}.enable_sequence_parallel"
     if not module_options(recipe, name).sequence_parallel:
         return
-    key = f"parallelism.{name}.enable_sequence_parallel"
     if not adapter.abilities.token_sharded:
         hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
         why = adapter.abilities.because("token_sharded")
@@ -76,25 +64,25 @@ def _sequence_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Re
         refusals.add(f"{key}: not together with modules.{name}.lora")
 
 
-def _packing_key(recipe: Recipe, name: str) -> str:
-    """The key because of which a module takes its samples in one row."""
-    if (mask := recipe.modules[name].attention_mask) != "causal":
-        return f"modules.{name}.attention_mask = {mask!r}"
-    if recipe.training.pack_samples:
-        return "training.pack_samples"
-    return f"parallelism.{name}.context_parallel_degree = {recipe.wiring.meshes[name].axis_size('cp')}"
-
-
 def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
-    if packs(recipe, name) and adapter.abilities.use_packed is None:
-        refusals.add(
-            f"{_packing_key(recipe, name)}: this {recipe.modules[name].model} cannot take its samples in one row"
-            f"{adapter.abilities.because('use_packed')}"
-        )
-
-
-def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    """Packed samples, tokens shared between ranks, and the attention that both need."""
     degree = recipe.wiring.meshes[name].axis_size("cp")
+    if packs(recipe, name):
+        key = f"parallelism.{name}.context_parallel_degree = {degree}"
+        if (mask := recipe.modules[name].attention_mask) != "causal":
+            key = f"modules.{name}.attention_mask = {mask!r}"
+        elif recipe.training.pack_samples:
+            key = "training.pack_samples"
+        if adapter.abilities.use_packed is None:
+            refusals.add(
+                f"{key}: this {recipe.modules[name].model} cannot take its samples in one row"
+                f"{adapter.abilities.because('use_packed')}"
+            )
+        if dropout := adapter.abilities.attention_dropout:
+            refusals.add(
+                f"modules.{name}.config.attention_dropout = {dropout}: hetmesh's own attention, which {key} needs, "
+                "drops nothing; set it to 0"
+            )
     shares = "cp" in token_axes(recipe, name) and (name == recipe.sink or adapter.abilities.tokens_per_row)
     if degree > 1 and not shares:
         refusals.add(
@@ -104,10 +92,8 @@ def _context_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Ref
         )
 
 
-def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+def _zero_bubble(recipe: Recipe, name: str, refusals: Refusals) -> None:
     """What a backward in two parts cannot be combined with."""
-    if recipe.sink_schedule != "zero_bubble" or (recipe.fills_bubbles and name != recipe.sink):
-        return
     written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
     key = f'parallelism.{written} = "zero_bubble" splits the backward'
     if (degree := dense_mesh(recipe.wiring.meshes[name]).axis_size("dp_shard")) > 1:
@@ -122,46 +108,101 @@ def _zero_bubble(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals
         )
 
 
-def _attention_dropout(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
-    if not (dropout := adapter.abilities.attention_dropout):
+def _experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
+    """What ranks that hold different experts need of a module."""
+    experts, mesh, table = adapter.abilities.experts, recipe.wiring.meshes[name], recipe.parallelism.modules.get(name)
+    degree, interval = (1, 0) if table is None else (table.expert_parallel_degree, table.expert_placement_interval)
+    key = f"parallelism.{name}.expert_parallel_degree = {degree}"
+    if experts is None:
+        # A flat [parallelism] says it of all modules; to those without experts these are lanes as all others.
+        of_all = recipe.parallelism.experts_of_all
+        if degree > 1 and (name == recipe.sink or degree != of_all.get("expert_parallel_degree")):
+            refusals.add(
+                f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}"
+            )
+        elif interval and (name == recipe.sink or interval != of_all.get("expert_placement_interval")):
+            refusals.add(
+                f"parallelism.{name}.expert_placement_interval = {interval}: this {recipe.modules[name].model} has no "
+                f"experts to move{adapter.abilities.because('experts')}"
+            )
         return
-    key = f"modules.{name}.config.attention_dropout = {dropout}"
-    if packs(recipe, name):
+    if interval and degree == 1:
         refusals.add(
-            f"{key}: hetmesh's own attention, which {_packing_key(recipe, name)} needs, drops nothing; set it to 0"
+            f"parallelism.{name}.expert_placement_interval = {interval}: every rank holds all experts, so none can "
+            "move; give it an expert_parallel_degree above 1, or leave it out"
+        )
+    if experts.count % degree:
+        refusals.add(
+            f"{key}: must divide num_experts = {experts.count} of modules.{name}; {divisors(experts.count)} do"
+        )
+    alone = recipe.world_size == 1 and recipe.batch.global_batch_size == 1  # a sample by itself has no padding
+    if not packs(recipe, name) and not alone:
+        refusals.add(
+            f"modules.{name}: the experts of a {recipe.modules[name].model} get no padding, so its samples must lie in "
+            "one row; set training.pack_samples = true"
+        )
+    ep = mesh.axis_size("ep")
+    if experts.count % ep == 0 and not experts_fit(mesh, experts.count, experts.inner, experts.features):
+        # FSDP splits each expert where a rank would get none whole; then into equal parts.
+        shards, inner = mesh.axis_size("dp_shard"), experts.inner // mesh.axis_size("tp")
+        refusals.add(
+            f"parallelism.{name}: {shards} ranks of data_parallel_shard_degree share {experts.count // ep} experts "
+            f"(what expert_parallel_degree = {ep} leaves), and so parts of each: {shards} must divide its {inner} "
+            f"inner features and hidden_size = {experts.features}"
         )
 
 
-def _plan(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
-    for pattern, style in recipe.modules[name].plan.items():
+def _built(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module, refusals: Refusals) -> None:
+    """What a module without memory does not have: layers of a plan or for LoRA, parameters to train."""
+    own = recipe.modules[name]
+    with refusals.collect():
+        check_batch_statistics(name, own.model, module)
+    for pattern, style in own.plan.items():
         try:
             check_plan(module, {pattern: style})
         except RecipeError as error:
             refusals.add(f"modules.{name}.plan: {error}")
-
-
-def _frozen_inside(recipe: Recipe, name: str, module: nn.Module, refusals: Refusals) -> None:
-    """A module that has frozen all of its weights by itself: the graph would send gradients back for nothing."""
-    own, encoder = recipe.modules[name], not recipe.wiring.topology.inputs(name) and name != recipe.sink
-    if not own.trainable or own.lora is not None or any(p.requires_grad for p in module.parameters()):
-        return
-    if encoder or any(True for _ in module.parameters()):
+    encoder, parameters = not recipe.wiring.topology.inputs(name) and name != recipe.sink, [*module.parameters()]
+    frozen = not any(p.requires_grad for p in parameters)  # the graph would send gradients back for nothing
+    if own.trainable and own.lora is None and frozen and (encoder or parameters):
         refusals.add(
             f"modules.{name}.trainable = true, but {type(module).__name__} has no parameter with requires_grad = True: "
             f"write trainable = false in [modules.{name}], or let the class leave something to train"
         )
+    if own.lora is not None:
+        with refusals.collect(), torch.device("meta"):
+            add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
 
 
-def _lora(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module) -> None:
-    """Put adapters beside the layers of a module without memory: what has no such layers says so."""
-    if (lora := recipe.modules[name].lora) is not None:
-        with torch.device("meta"):
-            add_lora(module, lora, name, recipe.debug.seed, adapter.layers())
+_compared: dict[Any, str | None] = {}
+"""What was compared in this process, as several commands and the job ask again -> why it could not be."""
 
 
-def _weights(recipe: Recipe, name: str, adapter: Adapter) -> None:
-    """Compare the headers of the module's checkpoint with its parameters; else its constructor sets them."""
-    if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
-        check_weights(adapter, build_empty(adapter), pretrained)
-    elif ":" in recipe.modules[name].model:
-        reason_built_whole(adapter, name)  # which says what its constructor leaves without values
+def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size: int) -> list[str]:
+    """Compare modules whose plan is a user's with themselves on tensor parallel ranks.
+
+    Returns:
+        What could not be compared or tried, and why, a sentence each.
+
+    Raises:
+        RecipeError: one computes something else, a line each.
+    """
+    notes, refusals = list[str](), Refusals()
+    for name, adapter in adapters.items():
+        if isinstance(adapter, UserAdapter) and adapter.reason_not_probed:
+            notes.append(f"modules.{name}: whether it mixes samples was not tried: {adapter.reason_not_probed}")
+        if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
+            notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")
+        degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
+        plan = {**adapter.tensor_parallel_plan(), **added}
+        if degree == 1 or not plan or (":" not in recipe.modules[name].model and not added):
+            continue
+        where = f"modules.{name}.plan" if added else f"modules.{name}: its tensor_parallel_plan"
+        key = (repr(adapter), repr(plan), degree, vocab_size)
+        with refusals.collect():
+            if key not in _compared:
+                _compared[key] = reason_not_compared(adapter, plan, degree, vocab_size, where)
+            if _compared[key] is not None:
+                notes.append(f"{where} was not compared with the whole module: {_compared[key]}")
+    refusals.finish()
+    return notes

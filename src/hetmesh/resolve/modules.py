@@ -1,13 +1,14 @@
-"""The modules of a recipe before they are parallelised."""
+"""The modules of a recipe before they are parallelised: their sizes, without allocating a weight, and their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
+from hetmesh.cost import ModuleShape
 from hetmesh.errors import RecipeError
 from hetmesh.models import (
     Adapter,
@@ -16,41 +17,46 @@ from hetmesh.models import (
     build_deferred,
     build_empty,
     load_weights,
+    lora_plan,
     pretrained_of,
     stand_ins,
 )
 from hetmesh.models.batch_statistics import check_batch_statistics
+from hetmesh.models.module_shape import module_shape
 from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe
 
+Shapes = Mapping[str, ModuleShape | None]
+"""The sizes of each module; None of one that cannot be built on the meta device."""
 
-def deferred_module(recipe: Recipe, adapter: Adapter, name: str) -> DeferredModule:
+
+def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool = False) -> DeferredModule:
     """Module `name` before it is parallelised: with LoRA adapters, frozen as the recipe says, and without memory for
-    its parameters, which `fill_module` gives each rank after the module is parallelised."""
-    if recipe.modules[name].initial_load_path is not None:
-        return empty_module(recipe, adapter, name)
-    dtype = DTYPES[recipe.training.dtype]
-    dtype = DTYPES[recipe.training.dtype]
-    return _adapted(recipe, adapter, name, build_deferred(adapter, name, recipe.debug.seed, dtype))
+    its parameters, which `fill_module` gives each rank after the module is parallelised.
 
-
-def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> DeferredModule:
-    """`deferred_module` with values for LoRA adapters only, whose other weights come from elsewhere."""
-    return _adapted(recipe, adapter, name, DeferredModule(build_empty(adapter, DTYPES[recipe.training.dtype])))
-
-
-def _adapted(recipe: Recipe, adapter: Adapter, name: str, deferred: DeferredModule) -> DeferredModule:
-    options, module = recipe.modules[name], deferred.module
+    Args:
+        empty: only LoRA adapters have values; the other weights come from elsewhere, as with an `initial_load_path`.
+    """
+    options, seed, dtype = recipe.modules[name], recipe.debug.seed, DTYPES[recipe.training.dtype]
+    if empty or options.initial_load_path is not None:
+        deferred = DeferredModule(build_empty(adapter, dtype))
+    else:
+        deferred = build_deferred(adapter, name, seed, dtype)
+    module = deferred.module
     check_batch_statistics(name, options.model, module)
     if options.lora is not None:
-        seed = recipe.debug.seed
         with stand_ins(module):
             deferred.extend(name, seed, partial(add_lora, module, options.lora, name, seed, adapter.layers()))
     elif not options.trainable:
         module.requires_grad_(False)
     return deferred
+
+
+def empty_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
+    """Module `name` without values but those of LoRA adapters."""
+    return deferred_module(recipe, adapter, name, empty=True).module
 
 
 def fill_module(
@@ -88,3 +94,47 @@ def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
     deferred = deferred_module(recipe, adapter, name)
     fill_module(recipe, adapter, name, deferred)
     return deferred.module
+
+
+class ModuleShapes(Mapping[str, ModuleShape | None]):
+    """Per module its sizes, adapters and frozen parts included, found when they are first asked for; None for a module
+    that cannot be built on the meta device."""
+
+    def __init__(self, recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
+        self._recipe, self._adapters = recipe, adapters
+        self._shapes: dict[str, ModuleShape | None] = {}
+
+    def __getitem__(self, name: str) -> ModuleShape | None:
+        if name not in self._shapes:
+            self._shapes[name] = _shape(self._recipe, self._adapters[name], name)
+        return self._shapes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._adapters)
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+
+def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
+    try:
+        with torch.device("meta"):
+            module = empty_module(recipe, adapter, name)
+    except Exception:  # a user's constructor may compute with its weights
+        return None
+    plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
+    return module_shape(name, adapter, module, plan)
+
+
+def notes_on_experts(shapes: Shapes) -> tuple[str, ...]:
+    """What is assumed of the experts of modules, and what of them is not counted."""
+    notes = []
+    for name, shape in shapes.items():
+        if shape is not None and shape.has_experts:
+            notes.append(f"experts of {name}: their routing, which depends on weights, is taken to be even")
+        if shape is not None and shape.uncounted:
+            notes.append(
+                f"not counted in FLOPs and seconds: the products of the experts of {name} ({shape.uncounted[0]}, ...), "
+                "whose model does not say how many a token chooses"
+            )
+    return tuple(notes)

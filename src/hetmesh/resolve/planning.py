@@ -22,9 +22,7 @@ from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.rewrite import rewritten
 from hetmesh.recipe.section import schedule_name, schedule_spelling
 from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.recipe_step_model import named_step_model
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.schedule import POLICIES
 
 BATCHES = 4
@@ -45,7 +43,7 @@ def _is_size(value: Any) -> bool:
 
 
 def recipe_problem(
-    recipe: Recipe,
+    resolved: ResolvedRecipe,
     *,
     machine: str | None = None,
     ranks: int | None = None,
@@ -53,7 +51,7 @@ def recipe_problem(
     memory_bytes: int | None = None,
     profile: str | None = None,
 ) -> Problem:
-    """What the planner searches for `recipe`; its own layout counts for nothing, its global batch size stays.
+    """What the planner searches for a recipe; its own layout counts for nothing, its global batch size stays.
 
     Args:
         machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
@@ -62,14 +60,13 @@ def recipe_problem(
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
 
     Raises:
-        RecipeError: what `hetmesh check` would find, or a key of `fixed` that there is not.
+        RecipeError: a key of `fixed` that there is not, or sizes of a module or a machine that are not known.
     """
+    recipe, adapters = resolved.recipe, resolved.adapters
     fitted = profile or recipe.profiling.profile
-    source, adapters, laid = describe(recipe)
     _check_packing(recipe, adapters)
-    graph, size = _without_layout(recipe, laid), recipe.batch.global_batch_size
-    model = named_step_model(recipe, graph, adapters, machine, profile)
-    loader = make_loader(recipe, source, graph, adapters)
+    plain = replace(resolved, graph=_without_layout(recipe, resolved.graph))
+    graph, model, loader = plain.graph, plain.step_model(machine, profile), plain.loader()
     samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
     facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
     return Problem(
@@ -78,9 +75,9 @@ def recipe_problem(
         model.machine,
         recipe.world_size if ranks is None else ranks,
         samples,
-        size,
+        recipe.batch.global_batch_size,
         recipe.optimizer.name,
-        recipe_balance(recipe, graph, adapters),
+        plain.balance,
         _fixed(fixed or {}, facts),
         memory_bytes,
         Profile.load(fitted) if fitted else None,
@@ -88,17 +85,15 @@ def recipe_problem(
     )
 
 
-def recipe_macro_batch(recipe: Recipe, problem: Problem) -> MacroBatch | None:
+def recipe_macro_batch(resolved: ResolvedRecipe, problem: Problem) -> MacroBatch | None:
     """What samples from all of the run say about how ranks are parted between modules; None where there is nothing to
     part."""
     if not 2 <= len(problem.own) <= problem.ranks:
         return None
-    source, adapters, graph = describe(recipe)
-    loader = make_loader(recipe, source, graph, adapters)
-    steps, size = recipe.training.steps, recipe.batch.global_batch_size
-    wanted = min(max(-(-_CERTIFIED // size), BATCHES), steps)
-    each = [i for k in range(wanted) for i in loader.indices(k * steps // wanted)]
-    return certify(sample_flops(problem, loader.drawn(each).metas), problem.own, problem.ranks)
+    loader, steps = resolved.loader(), resolved.recipe.training.steps
+    batches = min(max(-(-_CERTIFIED // resolved.recipe.batch.global_batch_size), BATCHES), steps)
+    samples = [i for k in range(batches) for i in loader.indices(k * steps // batches)]
+    return certify(sample_flops(problem, loader.drawn(samples).metas), problem.own, problem.ranks)
 
 
 def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int:
@@ -235,7 +230,7 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
     keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
     keys |= plan_keys(recipe, plan, problem.global_batch_size)
     planned = laid_out(problem, plan)
-    graph = _described(rewritten(text, keys))
+    graph = resolve(parse_recipe(rewritten(text, keys))).graph
     for name in plan.modules:
         if graph[name].splits != planned[name].splits:
             table, stages = keys["parallelism",][name], [list(layers) for layers in planned[name].splits]
@@ -244,7 +239,7 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
             else:  # bubble_fill would cut it into slices
                 table["pipeline_parallel_layers_per_stage"] = len(planned[name].layers)
     text = rewritten(text, keys)
-    graph = _described(text)
+    graph = resolve(parse_recipe(text)).graph
     for name in graph.order:
         for field in fields(graph[name]):
             one, other = (getattr(each[name], field.name) for each in (graph, planned))
@@ -254,10 +249,6 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
         changed = [key for key in before if before[key] != after[key]]
         raise RecipeError(f"the recipe cannot be rewritten without changing {changed}")
     return text
-
-
-def _described(text: str) -> ModuleGraph:
-    return describe(parse_recipe(text))[2]
 
 
 def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:

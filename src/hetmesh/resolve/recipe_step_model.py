@@ -2,43 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hetmesh.cost import Machine, Profile, load_machine
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.modules import Shapes
 from hetmesh.runtime.device_peak import measure_peak
 from hetmesh.simulate import StepModel
 
-if TYPE_CHECKING:
-    from hetmesh.models import Adapter
-    from hetmesh.recipe.recipe import Recipe
-
 
 def named_step_model(
-    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine: str | None, profile: str | None
+    recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine: str | None, profile: str | None
 ) -> StepModel:
     """`recipe_step_model` with the machine and the profile that a command names.
 
     Args:
-        machine: a name or TOML file.
+        machine: a name or TOML file; None: `[metrics] machine`, else a CPU.
         profile: a file of `hetmesh profile`; None: `[profiling] profile`.
     """
     fitted = profile or recipe.profiling.profile
-    return recipe_step_model(
-        recipe,
-        graph,
-        adapters,
-        machine=load_machine(machine) if machine else None,
-        profile=Profile.load(fitted) if fitted else None,
-    )
+    found = Profile.load(fitted) if fitted else None
+    return recipe_step_model(recipe, graph, shapes, load_machine(machine) if machine else None, found)
 
 
 def agreed_step_model(
-    recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], machine_name: str | None = None
+    recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine_name: str | None = None
 ) -> StepModel | None:
     """A model that is the same in every process of a job, since nothing is measured: a CPU has a typical peak. None
     where the sizes of a module are not known.
@@ -54,9 +44,9 @@ def agreed_step_model(
     missing = {kind: TYPICAL_PEAK for kind in sorted(kinds) if machine.peak(kind) is None}
     machine = replace(machine, peak_flops={**machine.peak_flops, **missing})
     profile = Profile.load(recipe.profiling.profile) if recipe.profiling.profile else None
-    if any(shape is None for shape in module_shapes(recipe, adapters).values()):
+    if None in shapes.values():
         return None
-    return recipe_step_model(recipe, graph, adapters, machine=machine, profile=profile)
+    return recipe_step_model(recipe, graph, shapes, machine, profile)
 
 
 TYPICAL_PEAK = 5e10
@@ -64,17 +54,11 @@ TYPICAL_PEAK = 5e10
 
 
 def recipe_step_model(
-    recipe: Recipe,
-    graph: ModuleGraph,
-    adapters: Mapping[str, Adapter],
-    *,
-    machine: Machine | None = None,
-    profile: Profile | None = None,
+    recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine: Machine | None = None, profile: Profile | None = None
 ) -> StepModel:
     """What predicts the steps of `recipe`.
 
     Args:
-        graph, adapters: from `hetmesh.training.job.describe`.
         machine: default: that of `[metrics] machine`, else a CPU, whose missing peaks are measured here.
         profile: its fitted seconds take the place of the analytic ones for every layer.
 
@@ -83,11 +67,9 @@ def recipe_step_model(
             unknown.
     """
     machine = machine or load_machine(recipe.metrics.machine or "cpu")
-    shapes = {}
-    for name, shape in module_shapes(recipe, adapters).items():
-        if shape is None:
-            raise RecipeError(f"modules.{name}: its costs are not known, since it cannot be built on the meta device")
-        shapes[name] = shape
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    if unknown := [name for name in shapes if name not in known]:
+        raise RecipeError(f"modules.{unknown[0]}: its costs are not known, since it cannot be built on the meta device")
     if profile is None and machine.name == "cpu":
         used = {module.options.row_dtype for module in graph.modules}
         kinds = {str(dtype).removeprefix("torch."): dtype for dtype in sorted(used, key=str)}
@@ -96,7 +78,7 @@ def recipe_step_model(
     decays = [recipe.optimizer.weight_decay, *(own.weight_decay for own in recipe.modules.values())]
     return StepModel(
         graph,
-        shapes,
+        known,
         machine,
         profile=profile,
         optimizer=recipe.optimizer.name,

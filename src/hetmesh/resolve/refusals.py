@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hetmesh.cost import Profile, load_machine
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
@@ -12,22 +11,22 @@ from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import ScheduleKeys
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.records.dump_folder import check_folder, resumable
-from hetmesh.records.loggers import require_wandb
+from hetmesh.records.reporter import require_wandb
+from hetmesh.resolve.directories import referenced
 from hetmesh.resolve.module_refusals import check_module
-from hetmesh.resolve.references import referenced
-from hetmesh.resolve.splits import why_not_by_slices
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.modules import Shapes
+from hetmesh.resolve.splits import reason_not_sliced
 
 
 def check_recipe(
     recipe: Recipe,
     adapters: Mapping[str, Adapter] | None = None,
     placeholders: Collection[str] | None = None,
+    shapes: Shapes | None = None,
 ) -> None:
     """Check `recipe` in one process, without process groups, weights or data.
 
@@ -36,27 +35,20 @@ def check_recipe(
     Args:
         adapters: the modules' adapters; None leaves out what needs them.
         placeholders: the placeholders that the data source knows; None leaves them unchecked.
+        shapes: sizes of the modules; None leaves slices unchecked.
 
     Raises:
         RecipeError: all that is wrong, a line each: key, what was given, what is valid.
     """
     refusals = Refusals()
-    for check in (
-        _precision,
-        _offload,
-        _compile,
-        _freezing,
-        _optimizer,
-        _skipping,
-        _learning_rates,
-        _schedule_keys,
-        _bubble_fill,
-    ):
-        check(recipe, refusals)
+    _kernels(recipe, refusals)
+    _freezing(recipe, refusals)
+    _optimizer(recipe, refusals)
+    _schedule_keys(recipe, refusals)
     if placeholders is not None:
         _placeholders(recipe, placeholders, refusals)
-    if adapters is not None:
-        _layers_per_slice(recipe, adapters, refusals)
+    if recipe.fills_bubbles:
+        _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
         check_module(recipe, name, adapter, refusals)
     refusals.finish()
@@ -106,40 +98,24 @@ def check_run(recipe: Recipe) -> None:
     refusals.finish()
 
 
-def _precision(recipe: Recipe, refusals: Refusals) -> None:
-    training = recipe.training
-    if training.dtype == "float32":
-        return
-    keys: dict[str, str | None] = {"training": training.mixed_precision_param}
-    keys |= {f"modules.{name}": module.mixed_precision_param for name, module in recipe.modules.items()}
-    for table, computes in keys.items():
-        if computes == "bfloat16":
+def _kernels(recipe: Recipe, refusals: Refusals) -> None:
+    """Precision, offload and compilation."""
+    training, compiled = recipe.training, recipe.compile
+    tables = {"training": training} | {f"modules.{name}": module for name, module in recipe.modules.items()}
+    for table, keys in tables.items():
+        if training.dtype != "float32" and keys.mixed_precision_param == "bfloat16":
             refusals.add(
                 f"{table}.mixed_precision_param = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}"
             )
-
-
-def _offload(recipe: Recipe, refusals: Refusals) -> None:
     meshes = recipe.wiring.meshes.values()
-    if recipe.training.enable_cpu_offload and all(dense_mesh(mesh).axis_size("dp_shard") == 1 for mesh in meshes):
+    if training.enable_cpu_offload and all(dense_mesh(mesh).axis_size("dp_shard") == 1 for mesh in meshes):
         refusals.add(
             "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
             "the CPU, but no module has one"
         )
-
-
-def _compile(recipe: Recipe, refusals: Refusals) -> None:
-    keys = recipe.compile
-    if keys.enable and "model" in keys.components and (valid := unknown_backend(keys.backend)):
-        refusals.add(f"compile.backend = {keys.backend!r}: torch knows no such backend; valid are {', '.join(valid)}")
-
-
-def _learning_rates(recipe: Recipe, refusals: Refusals) -> None:
-    total, steps = recipe.lr_scheduler.total_steps, recipe.training.steps
-    if total is not None and total < steps:
+    if compiled.enable and "model" in compiled.components and (valid := unknown_backend(compiled.backend)):
         refusals.add(
-            f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "
-            f"{steps}; valid are {steps} and more"
+            f"compile.backend = {compiled.backend!r}: torch knows no such backend; valid are {', '.join(valid)}"
         )
 
 
@@ -175,31 +151,30 @@ def _freezing(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(f"{given}: nothing would be trained; make a module trainable, or give one a lora table")
 
 
-def _skipping(recipe: Recipe, refusals: Refusals) -> None:
-    keys, key = recipe.training, "max_consecutive_non_finite"
-    if key in keys.model_fields_set and keys.on_non_finite == "stop":
-        refusals.add(
-            f"training.{key} = {getattr(keys, key)}: the first step that is not finite ends the run; leave it out, or "
-            'set training.on_non_finite = "skip"'
-        )
-
-
-_OF_ADAM = ("beta1", "beta2", "eps")
-
-
 def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
-    keys = recipe.optimizer
+    keys, training, skipped = recipe.optimizer, recipe.training, "max_consecutive_non_finite"
     if keys.name == "SGD" and keys.implementation == "fused" and "implementation" in keys.model_fields_set:
         refusals.add(
             "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid "
             "with optimizer.name = 'SGD' are 'foreach' (also where the key is left out) and 'for-loop'"
         )
-    for key in _OF_ADAM if keys.name == "SGD" else ():
+    for key in ("beta1", "beta2", "eps") if keys.name == "SGD" else ():
         if key in keys.model_fields_set:
             refusals.add(
                 f"optimizer.{key} = {getattr(keys, key)!r}: optimizer.name = 'SGD' has no {key}; leave it out, or take "
                 "AdamW or Adam"
             )
+    if skipped in training.model_fields_set and training.on_non_finite == "stop":
+        refusals.add(
+            f"training.{skipped} = {getattr(training, skipped)}: the first step that is not finite ends the run; leave "
+            'it out, or set training.on_non_finite = "skip"'
+        )
+    total = recipe.lr_scheduler.total_steps
+    if total is not None and total < training.steps:
+        refusals.add(
+            f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "
+            f"{training.steps}; valid are {training.steps} and more"
+        )
 
 
 _KEYS_OF = {"three_phase_": "three_phase", "bubble_fill_": "bubble_fill", "interleaved_": "interleaved"}
@@ -230,32 +205,25 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
             )
 
 
-def _bubble_fill(recipe: Recipe, refusals: Refusals) -> None:
-    """Encoders that fill the gaps of the LLM's pipeline must lie there."""
-    if not recipe.fills_bubbles:
-        return
+def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes | None, refusals: Refusals) -> None:
+    """Encoders that fill the gaps of the LLM's pipeline must lie there, and one be cut by the key for slices."""
     wiring = recipe.wiring
     encoders = [name for name in wiring.topology.names if name != recipe.sink and not wiring.topology.inputs(name)]
-    own = set(wiring.meshes[recipe.sink].ranks)
-    if not any(own & set(wiring.meshes[name].ranks) for name in encoders):
+    ranks = set(wiring.meshes[recipe.sink].ranks)
+    if not any(ranks & set(wiring.meshes[name].ranks) for name in encoders):
         refusals.add(
             f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.sink!r} "
-            f"({','.join(map(str, sorted(own)))}), whose gaps it would fill; put one there, or take the schedule 1f1b, "
-            "interleaved or zero_bubble"
+            f"({','.join(map(str, sorted(ranks)))}), whose gaps it would fill; put one there, or take the schedule "
+            "1f1b, interleaved or zero_bubble"
         )
-
-
-def _layers_per_slice(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
-    """Some module must have its stages by `bubble_fill_layers_per_slice`."""
     key = "bubble_fill_layers_per_slice"
-    value = recipe.schedule_key(key)
-    if not recipe.fills_bubbles or value is None:
+    if shapes is None or (value := recipe.schedule_key(key)) is None:
         return
-    others = [name for name in recipe.wiring.topology.names if name != recipe.sink and name in adapters]
-    why = {name: why_not_by_slices(recipe, name, adapters) for name in others}
-    if others and all(why.values()):
-        told = "; ".join(f"{name!r}: {reason}" for name, reason in why.items())
-        refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({told}); leave it out")
+    others = [name for name in wiring.topology.names if name != recipe.sink and name in adapters]
+    reasons = {name: reason_not_sliced(recipe, name, adapters[name], shapes) for name in others}
+    if others and all(reasons.values()):
+        listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+        refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({listed}); leave it out")
 
 
 def _references(recipe: Recipe, refusals: Refusals) -> None:

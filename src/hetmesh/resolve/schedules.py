@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.errors import RecipeError, ScheduleError
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
-from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK, agreed_step_model
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.splits import TYPICAL
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.simulate import StepModel
 from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
-
-if TYPE_CHECKING:
-    from hetmesh.models import Adapter
-    from hetmesh.recipe.recipe import Recipe
 
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
@@ -28,29 +23,25 @@ def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, tr
     return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, schedule_options(recipe))
 
 
-LONG = 1.0
+LONG_STEP_S = 1.0
 """Seconds from which on a step is worth a schedule of its own, some 50 ms of work on each rank beside the step before:
 by 6 FLOPs per parameter and token of a full batch."""
 
-
-KEPT = 64
-"""Relations of microbatches whose schedules are kept: with deferral each step may have its own."""
+MAX_TYPICAL = 64
+"""Relations of microbatches whose schedules are kept: with deferral each step may have another one."""
 
 
 class StepSchedules:
-    """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of `LONG`
+    """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of long
     steps follow what each microbatch costs; of shorter ones what typical microbatches do.
 
     Args:
-        graph, adapters: from `hetmesh.resolve.describe`.
-        model: what steps cost; None: `agreed_step_model`, so that all ranks find the same schedule.
+        model: what steps cost; None where the sizes of a module are not known.
     """
 
-    def __init__(
-        self, recipe: Recipe, graph: ModuleGraph, adapters: Mapping[str, Adapter], model: StepModel | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel | None) -> None:
         self.recipe, self.graph = recipe, graph
-        self.model = (model or agreed_step_model(recipe, graph, adapters)) if recipe.fills_bubbles else None
+        self.model = model if recipe.fills_bubbles else None
         self._typical: dict[Routes, Schedule] = {}
 
     @cached_property
@@ -59,7 +50,7 @@ class StepSchedules:
         assert self.model is not None
         parameters = sum(self.model.shape(name).parameters for name in self.graph.order)
         tokens = self.recipe.batch.global_batch_size * self.recipe.training.seq_len
-        return 6 * parameters * tokens >= LONG * TYPICAL_PEAK * len(self.graph.ranks)
+        return 6 * parameters * tokens >= LONG_STEP_S * TYPICAL_PEAK * len(self.graph.ranks)
 
     def of(self, plan: BatchPlan, training: bool = True) -> Schedule:
         """The schedule of the step of `plan`."""
@@ -71,8 +62,8 @@ class StepSchedules:
         found = self._typical.pop(plan.routes, None)
         if found is None:
             found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
-        self._typical[plan.routes] = found  # behind all others: the first is that of longest ago
-        if len(self._typical) > KEPT:
+        self._typical[plan.routes] = found  # last: the first is that of longest ago
+        if len(self._typical) > MAX_TYPICAL:
             del self._typical[next(iter(self._typical))]
         return found
 
@@ -86,27 +77,24 @@ def over_in_flight(recipe: Recipe, schedule: Schedule) -> int:
 
 
 def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
-    """Raise RecipeError if microbatches of the sizes that the recipe gives have no schedule under bubble_fill. Which
-    feed which may be another matter in a step, by deferral or a free number: then the cap gives way."""
+    """Raise RecipeError if microbatches of the sizes that the recipe gives have no schedule under bubble_fill where
+    samples are all alike. A step may have other routes, by deferral or a free number: there the cap gives way."""
     if not recipe.fills_bubbles:
         return
-    options = replace(schedule_options(recipe), raise_in_flight=False)
+    keys, size, options = recipe.balance, recipe.batch.global_batch_size, schedule_options(recipe)
+    routes: Routes | int = recipe.batch.num_microbatches
+    if keys.microbatch_sizes or keys.microbatch_shares:
+        samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(size)]
+        balance = BalanceOptions(
+            keys.policy, microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares
+        )
+        routes = plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
     try:
-        POLICIES[recipe.schedule](cached_stage_graph(graph), usual_routes(recipe, graph), True, options)
+        POLICIES[recipe.schedule](cached_stage_graph(graph), routes, True, replace(options, raise_in_flight=False))
     except ScheduleError as error:
         where = recipe.schedule_place("bubble_fill_in_flight")
         key = "" if options.in_flight is None else f"{where} = {options.in_flight}: "
         raise RecipeError(f"{key}{error}") from error
-
-
-def usual_routes(recipe: Recipe, graph: ModuleGraph) -> Routes | int:
-    """Which microbatches feed which where samples are all alike, and none is deferred."""
-    sizes, shares = recipe.balance.microbatch_sizes, recipe.balance.microbatch_shares
-    if not sizes and not shares:
-        return recipe.batch.num_microbatches
-    samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(recipe.batch.global_batch_size)]
-    balance = BalanceOptions(recipe.balance.policy, microbatch_sizes=sizes, microbatch_shares=shares)
-    return plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
 
 
 def schedule_options(recipe: Recipe) -> PolicyOptions:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from hetmesh.cost import ModuleShape, Rates, Work, module_times
+from hetmesh.cost import Rates, Work, module_times
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.recipe.module_options import layout_table, module_options
-from hetmesh.resolve.module_shapes import module_shape_of
-
-if TYPE_CHECKING:
-    from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.modules import Shapes
 
 Runs = tuple[tuple[str, ...], ...]
 """Layers of each stage."""
@@ -38,33 +34,32 @@ class Splits:
     frozen_layers: frozenset[str] = frozenset()
 
 
-def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> Splits:
+def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> Splits:
     """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices.
 
     Raises:
         RecipeError: it cannot be split, or not into so many stages, with the key.
     """
-    owner, table, adapter = recipe.wiring.tables[name], layout_table(recipe, name), adapters[name]
+    owner, table, options = recipe.wiring.tables[name], layout_table(recipe, name), module_options(recipe, name)
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")
     if owner != name:  # it takes the mesh of its consumer's first stage, and is not split
         return Splits()
-    given = table.module_fqns_per_model_part
+    given, abilities, layers = table.module_fqns_per_model_part, adapter.abilities, adapter.layers()
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
-    whole = isinstance(adapter, UserAdapter) and module_options(recipe, name).sequence_parallel
-    if not cut and (adapter.abilities.activation is None or not is_sliced(recipe, name) or whole):
+    whole = isinstance(adapter, UserAdapter) and options.sequence_parallel
+    if not cut and (abilities.activation is None or not is_sliced(recipe, name) or whole):
         return Splits()
     if whole:
         raise RecipeError(
-            f"{key}.enable_sequence_parallel: not together with the pipeline stages of a module of your own, which "
-            "would have to start and end within a share of the tokens; leave one of them out"
+            f"{key}.enable_sequence_parallel: not together with the pipeline stages of a custom module, which would "
+            "have to start and end within a share of the tokens; leave one of them out"
         )
-    abilities, layers = adapter.abilities, adapter.layers()
     if abilities.activation is None:
         raise RecipeError(
             f"{key}.pipeline_parallel_degree = {pp}: a {recipe.modules[name].model} cannot be split into "
             f"stages{abilities.because('activation')}; give it 1 in a table of its own"
         )
-    shape = module_shape_of(recipe, adapter, name)
+    shape = shapes[name]
     frozen: frozenset[str] = frozenset()
     if shape is not None and recipe.modules[name].trainable:
         frozen = frozenset(layers) - {layer.name for layer in shape.layers if layer.trainable}
@@ -72,10 +67,22 @@ def module_splits(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) ->
         runs = tuple(map(tuple, given))
     else:
         units = len(layers) - max(len(abilities.first_layers) - 1, 0)
-        count = pp * _stages_per_rank(recipe, name, adapters, units, pp)
+        count = pp * _stages_per_rank(recipe, name, shapes, units, pp)
         if count == 1:
             return Splits()
-        runs = _default(recipe, name, shape, count, abilities.first_layers, key)
+        if shape is None:
+            raise RecipeError(
+                f"{key}.pipeline_parallel_degree: the sizes of module {name!r} are not known; name the layers of "
+                "each stage in module_fqns_per_model_part"
+            )
+        runs = default_splits(  # of nearly equal time, frozen layers counted as what they cost
+            shape,
+            count,
+            upstream_trainable=any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name)),
+            recomputed=options.activation_checkpoint == "full",
+            together=abilities.first_layers,
+            work=TYPICAL,
+        )
     if runs and not set(abilities.first_layers) <= set(runs[0]):
         raise RecipeError(
             f"{key}.module_fqns_per_model_part: the first stage must hold all of {list(abilities.first_layers)}"
@@ -91,9 +98,9 @@ def is_sliced(recipe: Recipe, name: str) -> bool:
     return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)
 
 
-def why_not_by_slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]) -> str:
+def reason_not_sliced(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> str:
     """Why module `name`, which is not the LLM, is not cut by `bubble_fill_layers_per_slice`; empty where it is."""
-    table, adapter = layout_table(recipe, name), adapters[name]
+    table = layout_table(recipe, name)
     if recipe.wiring.tables[name] != name:
         return "it has no table in [parallelism]"
     if not is_sliced(recipe, name):
@@ -103,57 +110,36 @@ def why_not_by_slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter]
     for key in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
         if getattr(table, key) is not None:
             return f"parallelism.{name}.{key} cuts it"
-    if None in (module_shape_of(recipe, adapters[each], each) for each in (name, recipe.sink)):
+    if None in (shapes[name], shapes[recipe.sink]):
         return "sizes of layers are not known"
     return ""
 
 
-def _stages_per_rank(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], layers: int, pp: int) -> int:
+def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp: int) -> int:
     size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
-    if size is None and is_sliced(recipe, name):
-        return max(min(_slices(recipe, name, adapters, pp), layers // pp), 1)
     if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
-    turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
-    return 2 if turns and pp > 1 and layers >= 2 * pp else 1
-
-
-def _slices(recipe: Recipe, name: str, adapters: Mapping[str, Adapter], pp: int) -> int:
-    """Slices of an encoder per rank, of as many blocks as the recipe says. Otherwise such that each takes at most half
-    as long as a forward of one of the LLM's stages, the smallest gap of a pipeline, if there are as many rows as
-    tokens; at least a block each. Embeddings and norms go with a block."""
-    shapes = [module_shape_of(recipe, adapters[module], module) for module in (name, recipe.sink)]
-    if None in shapes:
+    if not is_sliced(recipe, name):
+        turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
+        return 2 if turns and pp > 1 and layers >= 2 * pp else 1
+    # Slices of as many blocks as the recipe says. Otherwise such that each takes at most half as long as a forward of
+    # one of the LLM's stages, the smallest gap of a pipeline, if there are as many rows as tokens; at least a block
+    # each. Embeddings and norms go with a block.
+    encoder, llm, meshes = shapes[name], shapes[recipe.sink], recipe.wiring.meshes
+    if encoder is None or llm is None:
         return 1
     own, sink = (
         [time.forward for time in module_times(shape, TYPICAL, Rates(1.0), upstream=True).values()]
-        for shape in shapes
-        if shape is not None
+        for shape in (encoder, llm)
     )
-    meshes = recipe.wiring.meshes
-    each = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes
-    stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
     blocks = sum(seconds > 0.1 * max(own) for seconds in own)
     if (size := recipe.schedule_key("bubble_fill_layers_per_slice")) is not None:
-        return -(-blocks // (size * pp))
-    return min(math.ceil(2 * each / stage), blocks // pp)
-
-
-def _default(recipe: Recipe, name: str, shape: ModuleShape | None, count: int, first: Sequence[str], key: str) -> Runs:
-    """Stages of nearly equal time, frozen layers counted as what they cost."""
-    if shape is None:
-        raise RecipeError(
-            f"{key}.pipeline_parallel_degree: the sizes of module {name!r} are not known; name the layers of "
-            "each stage in module_fqns_per_model_part"
-        )
-    return default_splits(
-        shape,
-        count,
-        upstream_trainable=any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name)),
-        recomputed=module_options(recipe, name).activation_checkpoint == "full",
-        together=first,
-        work=TYPICAL,
-    )
+        slices = -(-blocks // (size * pp))
+    else:
+        microbatch = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes
+        stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
+        slices = min(math.ceil(2 * microbatch / stage), blocks // pp)
+    return max(min(slices, layers // pp), 1)
 
 
 TYPICAL = Work(rows=2048, pairs=2048 * 512, targets=512)

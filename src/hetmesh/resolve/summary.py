@@ -1,22 +1,24 @@
-"""The summary of a recipe: what it means, in a few lines for people."""
+"""What a recipe means, for people: its summary in a few lines, and what `[model] hf_path` stands for."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from hetmesh.formatting import counted, ranks_text, table
+from hetmesh.layout.mesh import MeshSpec
+from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
+from hetmesh.models.weights.load import saved_tensors
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
-from hetmesh.resolve.module_shapes import module_shape_of, notes_on_experts
-from hetmesh.resolve.whole_directory import why_not_compared
-
-if TYPE_CHECKING:
-    from hetmesh.layout.mesh import MeshSpec
-    from hetmesh.models import Adapter
+from hetmesh.resolve.directories import why_not_compared
+from hetmesh.resolve.modules import notes_on_experts
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 
 def count_parameters(adapter: Adapter) -> int | None:
@@ -33,12 +35,9 @@ def drops(recipe: Recipe, name: str, adapter: Adapter) -> bool:
     return bool(own or (lora is not None and lora.dropout))
 
 
-def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
-    """What `recipe` does, one line per item.
-
-    Args:
-        adapters: the modules' adapters; one that is missing has no count of parameters.
-    """
+def summary(resolved: ResolvedRecipe) -> Iterator[str]:
+    """What a recipe does, one line per item."""
+    recipe, adapters = resolved.recipe, resolved.adapters
     batch, wiring = recipe.batch, recipe.wiring
     if recipe.job.description:
         yield recipe.job.description
@@ -50,7 +49,7 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
     )
     lines = [("module", "model", "ranks", "mesh", "parameters")]
     for name, module in recipe.modules.items():
-        count = count_parameters(adapters[name]) if name in adapters else None
+        count = count_parameters(adapters[name])
         lines.append(
             (
                 name,
@@ -68,10 +67,9 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
     if note := prompt_note(recipe):
         yield f"note: {note}"
-    for name, adapter in adapters.items():
-        shape = module_shape_of(recipe, adapter, name) if name in recipe.modules else None
-        if shape is not None and shape.uncounted:
-            yield from (f"note: {note}" for note in notes_on_experts({name: shape}))
+    uncounted = {name: shape for name, shape in resolved.shapes.items() if shape is not None and shape.uncounted}
+    for note in notes_on_experts(uncounted):
+        yield f"note: {note}"
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
     if dropping := [name for name, adapter in adapters.items() if drops(recipe, name, adapter)]:
@@ -80,7 +78,7 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
             "each layout trains with other ones, and losses of two layouts are not equal"
         )
     for name, module in recipe.modules.items():
-        if ":" in module.model and name in adapters and (cause := reason_built_whole(adapters[name], name)):
+        if ":" in module.model and (cause := reason_built_whole(adapters[name], name)):
             yield f"note: each rank of {name} builds it whole: its constructor computes with its weights ({cause})"
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:
@@ -95,3 +93,51 @@ def summary(recipe: Recipe, adapters: Mapping[str, Adapter]) -> Iterator[str]:
 
 def _mesh_text(mesh: MeshSpec) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
+
+
+def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
+    """Lines of TOML that could be written in place of `[model] hf_path`; as comments, every parameter of each module.
+    Layers that differ in their number are one line."""
+    recipe = resolved.recipe
+    for name, module in recipe.modules.items():
+        yield f"[modules.{name}]"
+        yield f"model = {_toml(module.model)}"
+        if module.initial_load_path is not None:
+            yield f"initial_load_path = {_toml(module.initial_load_path)}"
+        if module.config:
+            yield f"config = {_toml(module.config)}"
+        if module.media is not None:
+            yield f"media = {_toml(module.media)}"
+        if name == recipe.sink:
+            yield f"attention_mask = {_toml(module.attention_mask)}"
+        yield from _owned(resolved.adapters[name])
+    for boundary in recipe.boundaries:
+        yield "[[boundaries]]"
+        yield f"from = {_toml(boundary.source)}"
+        yield f"to = {_toml(boundary.destination)}"
+        if boundary.at is not None:
+            yield f"at = {_toml(boundary.at)}"
+    yield "[data]"
+    yield f"source = {_toml(recipe.data.source)}"
+    if recipe.data.options:
+        yield "[data.options]"
+        yield from (f"{key} = {_toml(value)}" for key, value in recipe.data.options.items())
+
+
+def _owned(adapter: Adapter) -> Iterator[str]:
+    module = build_on_meta(adapter)
+    if module is None:
+        return
+    names = dict(saved_tensors(module))
+    yield f"# owns {len(names)} tensors of {sum(t.numel() for t in names.values()):,} numbers:"
+    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+    yield from (f"#   {name}" + (f"  ({count})" if "*" in name else "") for name, count in alike.items())
+
+
+def _toml(value: object) -> str:
+    """A value on one line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)  # texts, numbers and truth values are written alike

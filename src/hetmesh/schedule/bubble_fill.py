@@ -60,15 +60,11 @@ def bubble_fill(
     """
     routes = Routes.of(stages, microbatches)
     if durations is None and score is None and lanes is None:
-        return _nominal(stages, routes, training, options)
-    return _filled(stages, routes, training, options, durations, score, lanes, on_sets)
+        return _filled(stages, routes, training, options)
+    return _filled.__wrapped__(stages, routes, training, options, durations, score, lanes, on_sets)
 
 
 @lru_cache(maxsize=64)
-def _nominal(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    return _filled(stages, routes, training, options)
-
-
 def _filled(
     stages: StageGraph,
     routes: Routes,
@@ -154,14 +150,9 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     def inside(edges: Iterable[Edge]) -> tuple[Edge, ...]:
         return tuple(edge for edge in edges if edge.source in own and edge.destination in own)
 
-    alone = StageGraph(
-        own,
-        inside(stages.edges),
-        stages.backward_stages & frozenset(own),
-        frozenset(inside(stages.gradient_edges)),
-        stages.trainable_stages & frozenset(own),
-        tuple(map(stages.ranks_of, own)),
-    )
+    backward, trainable = stages.backward_stages & frozenset(own), stages.trainable_stages & frozenset(own)
+    gradient_edges, ranks = frozenset(inside(stages.gradient_edges)), tuple(map(stages.ranks_of, own))
+    alone = StageGraph(own, inside(stages.edges), backward, gradient_edges, trainable, ranks)
     if options.inner == "interleaved":
         return interleaved(alone, routes.count(module), training, options)
     split = splittable(stages) & frozenset(own) if training and options.inner == "zero_bubble" else NO_STAGES

@@ -114,19 +114,13 @@ def fill_problem(
             ends[i] = (number[Action(kinds[-1], stage, m)],)
         else:
             ends[i] = tuple(number[Action(Kind.FORWARD, *each)] for each in readers(stage, m, stages, routes))
-    return FillProblem(
-        actions,
-        len(order),
-        len(order) + len(fillers[0]),
-        tuple(_seconds(action, len(groups[action.stage]), places, durations, on_sets) for action in actions),
-        tuple(groups[action.stage] for action in actions),
-        tuple(before),
-        tuple(previous),
-        tuple(map(tuple, sequences)),
-        tuple(index[action.stage] for action in actions),
-        ends,
-        stages.stages,
+    seconds = [_seconds(action, len(groups[action.stage]), places, durations, on_sets) for action in actions]
+    groups_of, stage_of = (
+        zip(*((groups[a.stage], index[a.stage]) for a in actions), strict=True) if actions else ((), ())
     )
+    tables = tuple(before), tuple(previous), tuple(map(tuple, sequences)), stage_of
+    backwards = len(order) + len(fillers[0])
+    return FillProblem(actions, len(order), backwards, tuple(seconds), groups_of, *tables, ends, stages.stages)
 
 
 def _seconds(

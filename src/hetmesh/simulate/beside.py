@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from hetmesh.cost import Parts, StepCosts
 from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.errors import GraphError
-from hetmesh.graph import Stage
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.simulate.program import RECEIVE, Program, Run
 from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
@@ -296,8 +295,7 @@ class BesideRun(Run):
 
 
 def _parts_of(costs: StepCosts, action: Action) -> Parts:
-    assert isinstance(action.target, Stage)
-    parts = costs.parts[action.target, action.microbatch]
+    parts = costs.parts[action.stage, action.microbatch]
     if action.kind is Kind.FORWARD:
         return parts.forward
     if action.kind is Kind.BACKWARD:

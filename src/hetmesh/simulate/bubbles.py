@@ -70,12 +70,9 @@ def average_bubbles(timeline: Timeline) -> Bubbles:
     """The mean over ranks."""
     tracks = bubbles(timeline)
     sizes = [len(ranks) for ranks in timeline.tracks]
-    return Bubbles(
-        *(
-            sum(getattr(b, f.name) * n for b, n in zip(tracks, sizes, strict=True)) / max(sum(sizes), 1)
-            for f in fields(Bubbles)
-        )
-    )
+    total = max(sum(sizes), 1)
+    seconds = [[getattr(b, f.name) * n for b, n in zip(tracks, sizes, strict=True)] for f in fields(Bubbles)]
+    return Bubbles(*(sum(of_tracks) / total for of_tracks in seconds))
 
 
 def bubble_spans(timeline: Timeline, track: int) -> list[tuple[str, float, float]]:

@@ -12,7 +12,7 @@ from hetmesh.errors import GraphError
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.beside import BesideRun
 from hetmesh.simulate.busy import slowed_program
-from hetmesh.simulate.predicted_memory import peak_bytes
+from hetmesh.simulate.predicted_memory import peaks
 from hetmesh.simulate.program import Run
 from hetmesh.simulate.timeline import LAYERS, Spans, Timeline
 
@@ -48,17 +48,10 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
     run.actions()
     run.optimizer()
     held = tuple(tuple(columns.names[stage] for stage in stages) for stages in columns.held)
-    return Timeline(
-        columns.tracks,
-        held,
-        columns.names,
-        _computing(Spans.of(run.work), costs.action_overhead),
-        Spans.of(run.transfers),
-        run.end,
-        tuple(run.collectives),
-        peak_bytes(schedule, costs, columns),
-        tuple(run.hidden),
-    )
+    work, transfers = _computing(Spans.of(run.work), costs.action_overhead), Spans.of(run.transfers)
+    peak_bytes = tuple(peak.total for peak in peaks(schedule, costs, columns))
+    of_tracks = tuple(run.collectives), peak_bytes, tuple(run.hidden)
+    return Timeline(columns.tracks, held, columns.names, work, transfers, run.end, *of_tracks)
 
 
 def _computing(work: Spans, overhead: float) -> Spans:

@@ -43,6 +43,7 @@ def fill_bubbles(
 
 
 _GRID = 2.0**-16  # of the longest action
+_SECONDS = ("forward", "backward_input", "backward_weight", "collectives_forward", "collectives_backward")
 
 
 def on_grid(costs: StepCosts) -> StepCosts:
@@ -57,14 +58,7 @@ def on_grid(costs: StepCosts) -> StepCosts:
         return round(seconds / unit) * unit
 
     def each(cost: StageCost) -> StageCost:
-        return replace(
-            cost,
-            forward=rounded(cost.forward),
-            backward_input=rounded(cost.backward_input),
-            backward_weight=rounded(cost.backward_weight),
-            collectives_forward=rounded(cost.collectives_forward),
-            collectives_backward=rounded(cost.collectives_backward),
-        )
+        return replace(cost, **{name: rounded(getattr(cost, name)) for name in _SECONDS})
 
     lanes = costs.lanes
     if lanes is not None:
@@ -115,8 +109,7 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
 
 def _durations(costs: Mapping[tuple[Stage, int], StageCost], overhead: float) -> Callable[[Action], float]:
     def seconds(action: Action) -> float:
-        assert isinstance(action.target, Stage)
-        return _seconds(costs[action.target, action.microbatch], action.kind) + overhead
+        return _seconds(costs[action.stage, action.microbatch], action.kind) + overhead
 
     return seconds
 
@@ -127,9 +120,8 @@ def _on_sets(costs: StepCosts) -> Callable[[Action], Sequence[float]] | None:
         return None
 
     def seconds(action: Action) -> Sequence[float]:
-        assert isinstance(action.target, Stage)
-        each = lanes.costs.get((action.target, action.microbatch), ())
-        return tuple(_seconds(cost, action.kind) + costs.action_overhead for cost in each)
+        of_sets = lanes.costs.get((action.stage, action.microbatch), ())
+        return tuple(_seconds(cost, action.kind) + costs.action_overhead for cost in of_sets)
 
     return seconds
 

@@ -101,25 +101,12 @@ class LayerCosts:
         time = self._time(layer if self.profile is None else whole, how, work, tp)
         sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
-        kept = activation_bytes(
-            layer,
-            work,
-            how.itemsize,
-            upstream=how.upstream,
-            tp=tp,
-            recompute=how.recompute,
-            sequence_parallel=how.sequence_parallel,
-            autocast=how.autocast,
-        )
-        split = split_bytes(layer, work, how.itemsize, upstream=how.upstream, tp=tp)
-        passing = [
-            most(
-                layer, work, how.itemsize, upstream=how.upstream, tp=tp, recompute=how.recompute, autocast=how.autocast
-            )
-            for most in (forward_bytes, backward_bytes)
-        ]
+        size, flags = (layer, work, how.itemsize), {"upstream": how.upstream, "recompute": how.recompute}
+        kept = activation_bytes(*size, tp=tp, sequence_parallel=how.sequence_parallel, autocast=how.autocast, **flags)
+        split = split_bytes(*size, upstream=how.upstream, tp=tp)
+        transient = [most(*size, tp=tp, autocast=how.autocast, **flags) for most in (forward_bytes, backward_bytes)]
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *passing])
+        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *transient])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

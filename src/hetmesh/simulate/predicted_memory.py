@@ -1,4 +1,7 @@
-"""What each rank holds at the moment of a step at which it holds most, and what that is full of: pure values."""
+"""Predicted memory: what each rank holds when it holds most, by what it is, and whether a machine has as much.
+
+Peaks depend on the order alone, not on times: every rank runs its work in one order.
+"""
 
 from __future__ import annotations
 
@@ -100,10 +103,10 @@ class MemoryFit:
         return self.spare_bytes >= 0 if self.memory_bytes else None
 
 
-def worst(each: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
+def worst(predictions: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
     """Per rank the largest of several predictions."""
     found: dict[int, RankMemory] = {}
-    for ranks in each:
+    for ranks in predictions:
         for rank, memory in ranks.items():
             if rank not in found or memory.total > found[rank].total:
                 found[rank] = memory
@@ -118,7 +121,6 @@ def rank_memory(
     What a kernel allocates inside and what an allocator loses in fragments is not in it.
 
     Args:
-        model: whose machine says what a context and a communicator take.
         costs: of `schedule`, from `model.costs`.
         communicators: how many each rank is a member of; none: 0.
 
@@ -141,21 +143,9 @@ def rank_memory(
 
 
 def _tensors(peak: Peak, static: int, own: StaticMemory) -> RankMemory:
-    """Args:
-    static: of the rank of the track that holds most.
-    own: of this rank.
-    """
+    """What a rank holds of tensors at a peak of its track, of which the rank that holds most has `static` bytes."""
     missing = static - peak.bytes[STATIC]  # gradients of stages whose first backward is yet to come
-    return RankMemory(
-        own.parameters,
-        max(own.gradients - missing, 0),
-        own.optimizer,
-        peak.bytes[ACTIVATIONS],
-        peak.bytes[GATHERED],
-        peak.bytes[TEMPORARIES],
-        peak.bytes[SUMS],
-        peak.bytes[ROWS],
-    )
+    return RankMemory(own.parameters, max(own.gradients - missing, 0), own.optimizer, *peak.bytes[ACTIVATIONS:])
 
 
 def _on_device(model: StepModel, rank: int) -> StaticMemory:
@@ -197,7 +187,7 @@ class Peak:
         return sum(self.bytes)
 
 
-class _Held:
+class _HeldBytes:
     """What ranks hold, by track, and the most of it so far."""
 
     def __init__(self, static: list[int]) -> None:
@@ -216,11 +206,6 @@ class _Held:
                     self.most[track] = tuple(self.of[track]), self.at
 
 
-def peak_bytes(schedule: Schedule, costs: StepCosts, columns: Program) -> tuple[int, ...]:
-    """Per track, the most bytes at a time (`peaks`)."""
-    return tuple(peak.total for peak in peaks(schedule, costs, columns))
-
-
 def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     """Per track, the most bytes at a time of the rank that holds most: static, activations, what actions hold for a
     moment, and buffers of boundaries.
@@ -234,14 +219,13 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     activations stay, and gradients of what has weights join them. The optimizer's step comes last, with nothing beside
     it but what is static.
     """
-    count, table = columns.most, columns.stage_tracks
-    facts = _Facts(schedule, costs, columns)
+    count, table, facts = columns.most, columns.stage_tracks, _StageFacts(schedule, costs, columns)
     static = list(columns.static_bytes)
     if schedule.training:
         for stage, tracks in enumerate(table):
             for track in tracks:
                 static[track] -= facts.fixed[stage].gradients
-    held = _Held(static)
+    held = _HeldBytes(static)
     fresh, in_flight = [True] * len(table), [0] * len(table)
     # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
     inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
@@ -332,7 +316,7 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     return _with_update(held, columns) if schedule.training else [Peak(*most) for most in held.most]
 
 
-def _with_update(held: _Held, columns: Program) -> list[Peak]:
+def _with_update(held: _HeldBytes, columns: Program) -> list[Peak]:
     """The peaks, or the optimizer's step where it holds more."""
     found = []
     for most, static, update in zip(held.most, columns.static_bytes, columns.update_bytes, strict=True):
@@ -342,7 +326,7 @@ def _with_update(held: _Held, columns: Program) -> list[Peak]:
     return found
 
 
-class _Facts:
+class _StageFacts:
     """What the walk asks about stages, by index, and about their microbatches, by cell.
 
     Attributes:

@@ -41,11 +41,11 @@ class Program:
         seconds: what the action takes, the runtime's own overhead included.
         collectives: how much of it are collectives inside layers.
         bytes: FORWARD and the first part of a backward: activations; SEND: what arrives.
+        each: per action, the seconds, and the collectives in them, of every set, where they differ; None otherwise.
         tracks: the ranks of each track.
         held: per track, the stages of its ranks.
         stage_tracks: per stage, its tracks.
         groups: per stage, its tracks in the sets that start together (`Lanes.groups`).
-        each: per action, the seconds, and the collectives in them, of every set, where they differ; None otherwise.
         flows: per route, for every set of its destination the tracks that send to it; none: it gets nothing.
         sources, destinations: per edge, a stage.
         gather: per stage, seconds.
@@ -63,11 +63,11 @@ class Program:
     seconds: list[float]
     collectives: list[float]
     bytes: list[int]
+    each: list[tuple[tuple[float, float], ...] | None]
     tracks: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
     stage_tracks: list[tuple[int, ...]]
     groups: list[tuple[tuple[int, ...], ...]]
-    each: list[tuple[tuple[float, float], ...] | None]
     flows: list[tuple[tuple[int, ...], ...]]
     sources: list[int]
     destinations: list[int]
@@ -100,21 +100,12 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
     look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
     entries = [look_up.entry(action) for action in schedule.actions]
     columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(9)]
-    kinds, targets, microbatches, to, routes, seconds, collectives, size, each = columns
     return Program(
-        kinds,
-        targets,
-        microbatches,
-        to,
-        routes,
-        seconds,
-        collectives,
-        size,
+        *columns,
         tracks=tuple(ranks for ranks, _ in classes),
         held=tuple(held for _, held in classes),
-        stage_tracks=[tuple(sorted({track for own in each_stage for track in own})) for each_stage in groups],
+        stage_tracks=[tuple(sorted({track for tracks in sets for track in tracks})) for sets in groups],
         groups=groups,
-        each=each,
         flows=_flows(look_up.routes, edges, groups, index, costs),
         sources=[index[edge.source] for edge in edges],
         destinations=[index[edge.destination] for edge in edges],

@@ -15,6 +15,7 @@ from hetmesh.cost.collective_time import all_reduce, gradient_sum_time, link, sh
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
+from hetmesh.layout.hashing import memoized
 from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
 from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
@@ -62,18 +63,14 @@ class StageCosts:
         spec, self.machine = module.spec, module.machine
         self._experts_mesh = spec.stage_mesh(stage.index)
         self.mesh, self.options = dense_mesh(self._experts_mesh), spec.options
-        self._groups: dict[tuple[MeshSpec, str], tuple[int, ...]] = {}
         names = spec.stage_layers(stage.index) if spec.num_stages > 1 else None
         # What belongs to no layer is used in the first stage; ranks hold and sum it where they hold any stage.
+        ep = self._experts_mesh.axis_size("ep")
         used = stage.index == 0, stage.index < spec.mesh.axis_size("pp")
-        self.contents = stage_contents(module.shape, module.upstream, names, *used, self._size("tp"), self._ep)
+        self.contents = stage_contents(module.shape, module.upstream, names, *used, self._size("tp"), ep)
 
     def _size(self, axis: str) -> int:
         return self.mesh.axis_size(axis)
-
-    @property
-    def _ep(self) -> int:
-        return self._experts_mesh.axis_size("ep")
 
     def _group(self, axis: str) -> tuple[int, ...]:
         return self._line(self.mesh, axis)
@@ -82,11 +79,10 @@ class StageCosts:
         """Of the mesh on which experts lie."""
         return self._line(self._experts_mesh, axis)
 
+    @memoized
     def _line(self, mesh: MeshSpec, axis: str) -> tuple[int, ...]:
-        if (mesh, axis) not in self._groups:
-            line = tuple(slice(None) if each == axis else 0 for each in mesh.axes)
-            self._groups[mesh, axis] = tuple(mesh.array[line].tolist()) if axis in mesh.axes else ()
-        return self._groups[mesh, axis]
+        line = tuple(slice(None) if name == axis else 0 for name in mesh.axes)
+        return tuple(mesh.array[line].tolist()) if axis in mesh.axes else ()
 
     def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
         """Per microbatch, on the rank that takes longest.
@@ -286,11 +282,8 @@ class StageCosts:
     @cached_property
     def _gathering(self) -> int:
         """Bytes of the block that is computed, where it is let go after that, and of the one that comes meanwhile."""
-        return (
-            self._largest_block
-            * self.options.row_dtype.itemsize
-            * (1 if self.options.reshard_after_forward == "never" else 2)
-        )
+        blocks = 1 if self.options.reshard_after_forward == "never" else 2
+        return blocks * self._largest_block * self.options.row_dtype.itemsize
 
     @cached_property
     def _scattering(self) -> int:
@@ -305,9 +298,8 @@ class StageCosts:
         root, itemsize = self._gathered_together.get("", 0), self.options.parameter_dtype.itemsize
         if not self.contents.trained:
             return 0
-        return root * itemsize + max(
-            root * self.options.row_dtype.itemsize, -(-root // self._size("dp_shard")) * itemsize
-        )
+        shard = -(-root // self._size("dp_shard"))
+        return root * itemsize + max(root * self.options.row_dtype.itemsize, shard * itemsize)
 
     @cached_property
     def _largest_block(self) -> int:

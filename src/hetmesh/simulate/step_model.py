@@ -20,6 +20,7 @@ from hetmesh.cost import (
 from hetmesh.cost.static_memory import update_bytes
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
+from hetmesh.layout.hashing import memoized
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.lanes import group_ranks, lane_groups, merged, plan_flows
 from hetmesh.simulate.layer_costs import LayerCosts
@@ -67,9 +68,8 @@ class StepModel:
             raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
         dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
         if profile is not None and profile.dtype != dtype:
-            raise HetmeshError(
-                f"the profile was measured in {profile.dtype}, and {graph.sink.name!r} computes in {dtype}"
-            )
+            sink = graph.sink.name
+            raise HetmeshError(f"the profile was measured in {profile.dtype}, and {sink!r} computes in {dtype}")
         self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
         self.implementation, self.weight_decay = implementation, weight_decay
         known = layers or LayerCosts(machine, profile)
@@ -79,7 +79,6 @@ class StepModel:
             )
             for name in graph.order
         }
-        self._stages: dict[tuple[Stage, bool, bool, bool], StageCosts] = {}
 
     def shape(self, module: str) -> ModuleShape:
         """The sizes of a module."""
@@ -124,7 +123,7 @@ class StepModel:
             {stage: built[stage].gather for stage in stages.stages},
             {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
             self._optimizer_seconds,
-            self._static_bytes,
+            {rank: memory.total for rank, memory in self.held.items()},
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
@@ -165,20 +164,16 @@ class StepModel:
             found[stage, m] = known[key]
         return found
 
+    @memoized
     def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:
         """Made once: a model is asked about many plans of one graph."""
-        key = (stage, fed, backward, recompute)
-        if key not in self._stages:
-            module = self._modules[stage.module]
-            self._stages[key] = StageCosts(module, stage, fed=fed, backward=backward, recompute=recompute)
-        return self._stages[key]
+        return StageCosts(self._modules[stage.module], stage, fed=fed, backward=backward, recompute=recompute)
 
     @cached_property
     def _optimizer_seconds(self) -> dict[int, float]:
         """Reading and writing parameters, gradients and state once, on each rank."""
-        per_byte = (
-            _TOUCHED.get(self.optimizer, 8) / self.machine.memory_bandwidth if self.machine.memory_bandwidth else 0.0
-        )
+        bandwidth = self.machine.memory_bandwidth
+        per_byte = _TOUCHED.get(self.optimizer, 8) / bandwidth if bandwidth else 0.0
         seconds: dict[int, float] = {}
         for held in self.memory.values():
             for rank, memory in held.items():
@@ -193,10 +188,6 @@ class StepModel:
             for rank, memory in each.items():
                 total[rank] = total.get(rank, StaticMemory()).beside(memory)
         return total
-
-    @cached_property
-    def _static_bytes(self) -> dict[int, int]:
-        return {rank: memory.total for rank, memory in self.held.items()}
 
     @cached_property
     def _update_bytes(self) -> dict[int, int]:

@@ -140,7 +140,42 @@ class Timeline:
         Raises:
             GraphError: an action does not belong to the schedule, or stops before it starts.
         """
-        return _from_records(schedule, records, optimizer or {}, collectives or {}, peak_bytes or {})
+        stages, known = schedule.stages, set(schedule.actions)
+        names = target_names(stages)
+        index = {name: i for i, name in enumerate(names)}
+        held = {rank: indices for ranks, indices in rank_classes(stages) for rank in ranks}
+        ranks = sorted(records)
+        sent: dict[Action, float] = {}
+        for rank in ranks:
+            for action, start, stop in records[rank]:
+                if action not in known or stop < start:
+                    raise GraphError(f"recording of rank {rank}: {action} from {start} to {stop} does not belong to it")
+                if action.kind is Kind.SEND and isinstance(action.target, Edge):
+                    source = rank in stages.ranks_of(action.target.source)
+                    sent[action] = min(start, sent.get(action, start)) if source else sent.get(action, start)
+        work: list[tuple[float, ...]] = []
+        transfers: list[tuple[float, ...]] = []
+        for track, rank in enumerate(ranks):
+            for action, start, stop in records[rank]:
+                target, m = index[str(action.target)], action.microbatch
+                if action.kind in WORK:
+                    work.append((track, WORK[action.kind], target, m, start, stop, m))
+                elif action.kind is Kind.RECV:
+                    began = min(sent.get(Action(Kind.SEND, action.target, m, action.to), start), stop)
+                    transfers.append((track, TRANSFER, target, m, began, stop, action.route.destination))
+            if optimizer is not None and rank in optimizer:
+                work.append((track, OPTIMIZER, -1, -1, *optimizer[rank], -1))
+        worked, moved = (Spans.of(zip(*spans, strict=True) if spans else [()] * 7) for spans in (work, transfers))
+        return cls(
+            tuple((rank,) for rank in ranks),
+            tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),
+            names,
+            worked,
+            moved,
+            max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
+            tuple((collectives or {}).get(rank, 0.0) for rank in ranks),
+            tuple((peak_bytes or {}).get(rank, 0) for rank in ranks),
+        )
 
     def track_of(self, rank: int) -> int:
         """The track of `rank`.
@@ -249,48 +284,3 @@ WORK = {
     Kind.REDUCE: REDUCE,
 }
 """Kinds of actions that are work -> index in `KINDS`."""
-
-
-def _from_records(
-    schedule: Schedule,
-    records: Mapping[int, Sequence[Record]],
-    optimizer: Mapping[int, tuple[float, float]],
-    collectives: Mapping[int, float],
-    peak_bytes: Mapping[int, int],
-) -> Timeline:
-    stages, known = schedule.stages, set(schedule.actions)
-    names = target_names(stages)
-    index = {name: i for i, name in enumerate(names)}
-    held = {rank: indices for ranks, indices in rank_classes(stages) for rank in ranks}
-    ranks = sorted(records)
-    sent: dict[Action, float] = {}
-    for rank in ranks:
-        for action, start, stop in records[rank]:
-            if action not in known or stop < start:
-                raise GraphError(f"recording of rank {rank}: {action} from {start} to {stop} does not belong to it")
-            if action.kind is Kind.SEND and isinstance(action.target, Edge):
-                source = rank in stages.ranks_of(action.target.source)
-                sent[action] = min(start, sent.get(action, start)) if source else sent.get(action, start)
-    work: list[tuple[float, ...]] = []
-    transfers: list[tuple[float, ...]] = []
-    for track, rank in enumerate(ranks):
-        for action, start, stop in records[rank]:
-            target, m = index[str(action.target)], action.microbatch
-            if action.kind in WORK:
-                work.append((track, WORK[action.kind], target, m, start, stop, m))
-            elif action.kind is Kind.RECV:
-                began = min(sent.get(Action(Kind.SEND, action.target, m, action.to), start), stop)
-                transfers.append((track, TRANSFER, target, m, began, stop, action.route.destination))
-        if rank in optimizer:
-            work.append((track, OPTIMIZER, -1, -1, *optimizer[rank], -1))
-    worked, moved = (Spans.of(zip(*spans, strict=True) if spans else [()] * 7) for spans in (work, transfers))
-    return Timeline(
-        tuple((rank,) for rank in ranks),
-        tuple(tuple(names[i] for i in held.get(rank, ())) for rank in ranks),
-        names,
-        worked,
-        moved,
-        max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
-        tuple(collectives.get(rank, 0.0) for rank in ranks),
-        tuple(peak_bytes.get(rank, 0) for rank in ranks),
-    )

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from hetmesh.recipe.module_options import packs, splits_tokens
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Module
-from hetmesh.resolve.describe import describe
+from hetmesh.resolve.resolved import resolve
 
 
 def has_dropout(recipe: Recipe) -> bool:
@@ -41,7 +41,7 @@ def _module_draws_alike(recipe: Recipe, name: str) -> bool:
         return False
     if lora is None:
         return True
-    plan = {**describe(recipe)[1][name].tensor_parallel_plan(), **module.plan}
+    plan = {**resolve(recipe).adapters[name].tensor_parallel_plan(), **module.plan}
     split = {k.split(".")[-1] for k, style in plan.items() if style == "rowwise" or isinstance(style, RowwiseParallel)}
     return lora.target_modules is not None and not split & set(lora.target_modules)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
-from hetmesh.data.loader import DrawnSample, Loader
+from hetmesh.data.loader import DrawnSample
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key
 from hetmesh.models import Adapter, lora_plan
@@ -29,8 +29,8 @@ from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserSink
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
 from hetmesh.testing.expert_balance import Routings
@@ -75,10 +75,9 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             row-wise ones, not on heads or on the inputs of row-wise linears, and without sequence parallelism.
             `hetmesh.testing.dropout.draws_alike` says whether it is so.
     """
-    source, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    source, adapters, graph, loader = resolved.source, resolved.adapters, resolved.graph, resolved.loader()
     modules = {name: loaded_module(recipe, adapters[name], name) for name in graph.order}
-    prepare = make_prepare(recipe, graph, adapters)
-    loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
     parameters = {f"{n}.{k}": p for n, module in modules.items() for k, p in module.named_parameters()}
     if microbatches:
         for name, module in modules.items():
@@ -141,7 +140,7 @@ def run(
     Returns:
         Losses and, for the modules of this rank, full gradients and parameters as this rank's replica has them.
     """
-    job = Job.assemble(recipe, world)
+    job = Job.assemble(resolve(recipe), world)
     if fault is not None:
         fault(job)
     parameters = dict(job.root.named_parameters())

@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from hetmesh.data.loader import Loader
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import use_loop_in_fp64
@@ -16,7 +15,7 @@ from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import PROJECTOR, whole_model
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import Outcome, descend
 from hetmesh.testing.precision import exact_dtypes
 
@@ -30,7 +29,8 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
 
     Parameters have the names that they have in the run: of their module, and in the model; and their shapes there.
     """
-    source, adapters, graph = describe(recipe)
+    resolved = resolve(recipe)
+    adapters, graph, loader = resolved.adapters, resolved.graph, resolved.loader()
     pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
     assert pretrained is not None
     whole = whole_model(pretrained)
@@ -49,9 +49,6 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     for name, p in parameters.items():
         part, _, inside = name.partition(".")
         p.requires_grad_(declared[inside].requires_grad and recipe.modules[part].trainable)
-    loader = Loader(
-        source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
-    )
 
     def step() -> float:
         drawn = next(loader)

@@ -10,13 +10,13 @@ from typing import Any
 from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.reporter import Reporter
-from hetmesh.resolve.references import References, check_references, referenced, references
+from hetmesh.resolve.directories import References, check_references, referenced, references
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import keeping_options
 
-Export = Callable[[Recipe, Path], list[str]]
+Export = Callable[[ResolvedRecipe, Path], list[str]]
 """Writes the checkpoint in a folder as a directory that transformers loads; returns what to print."""
 
 
@@ -82,8 +82,8 @@ class RunCheckpoints:
     def export(self, step: int, export: Export) -> list[str]:
         """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""
         path, lines = self.checkpointer.folder / f"step-{step}", list[str]()
-        recipe = self.job.recipe
-        self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(recipe, path)))
+        resolved = self.job.resolved
+        self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(resolved, path)))
         return lines
 
     def resume(self) -> Progress:

@@ -24,7 +24,7 @@ from hetmesh.models import Adapter
 from hetmesh.parallel import ParallelModule
 from hetmesh.parallel.experts import ExpertBlock, ExpertLayers, RoutedTokens, move_experts
 from hetmesh.parallel.experts.routed_tokens import routed_tokens
-from hetmesh.records.step_values import Loads
+from hetmesh.records.metrics import Loads
 
 Optimizers = tuple[Any, Any] | None
 """Of `make_optimizers`, or `([optimizer, ...], None)`; None: nothing is kept of any parameter."""

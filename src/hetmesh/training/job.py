@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.checkpoint.resume import Configs, configs
-from hetmesh.data.loader import TRAIN, DrawnBatch, Loader
+from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
@@ -33,12 +33,8 @@ from hetmesh.parallel import (
 )
 from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
-from hetmesh.resolve.module_shapes import module_shape_of
 from hetmesh.resolve.modules import deferred_module, fill_module
-from hetmesh.resolve.schedules import StepSchedules
-from hetmesh.resolve.user_plans import uncompared_plans
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule
@@ -56,21 +52,18 @@ from hetmesh.training.upcoming import AHEAD, PlannedStep, Upcoming
 class Job:
     """One rank's part of a run, ready to step. Made by `Job.assemble` on every rank."""
 
-    recipe: Recipe
+    resolved: ResolvedRecipe
     world: World
-    graph: ModuleGraph
-    adapters: dict[str, Adapter]
     loader: Loader
     root: Root
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
-    balance: BalanceOptions
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
     configs: Configs = field(default_factory=dict)  # of the directories that its modules were built from
 
     @classmethod
     def assemble(
-        cls, recipe: Recipe, world: World, payloads: Payloads | None = None, loss: CustomLoss | None = None
+        cls, resolved: ResolvedRecipe, world: World, payloads: Payloads | None = None, loss: CustomLoss | None = None
     ) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them.
 
@@ -78,8 +71,8 @@ class Job:
             payloads: where samples are loaded (`environment.open_payloads`); None: on this rank, when they are needed.
             loss: summed over targets; None: cross-entropy.
         """
-        source, adapters, graph = describe(recipe, None if payloads is None else payloads.sources[TRAIN])
-        for note in uncompared_plans(recipe, adapters, source.vocab_size) if world.rank == 0 else ():
+        recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
+        for note in resolved.notes if world.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
         stages = stage_graph(graph)
         modules: dict[str, ParallelModule] = {}
@@ -89,7 +82,9 @@ class Job:
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh, dense = _own_stages(world, graph[name])
-            tied_groups = _tied_groups(world, graph[name]) if shares_ends(recipe, adapters[name], graph[name]) else {}
+            staged = graph[name].mesh.axis_size("pp") > 1
+            shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
+            tied_groups = _tied_groups(world, graph[name]) if shared_ends else {}
             if mesh is None:
                 continue
             deferred = deferred_module(recipe, adapters[name], name)
@@ -138,26 +133,34 @@ class Job:
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
         )
-        loader = make_loader(recipe, source, graph, adapters, payloads)
         root = Root((name, each.module) for name, each in modules.items())
-        balance = recipe_balance(recipe, graph, adapters)
         if world.accelerator.computes:
             check_replicas(modules, tied, world, 0, buffers=True)
-        parts = graph, adapters, loader, root, modules, runtime, balance, tuple(tied)
-        return cls(recipe, world, *parts, configs(recipe))
+        loader = resolved.loader(payloads)
+        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe))
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.resolved.recipe
+
+    @property
+    def graph(self) -> ModuleGraph:
+        """The modules of all ranks."""
+        return self.resolved.graph
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """How its modules are called, by name."""
+        return self.resolved.adapters
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch; equal on every rank."""
-        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
-
-    @cached_property
-    def schedules(self) -> StepSchedules:
-        """Makes the schedules of its steps."""
-        return StepSchedules(self.recipe, self.graph, self.adapters)
+        return self.resolved.plan(samples)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
         """The schedule of a step."""
-        return self.schedules.of(plan, training)
+        return self.resolved.schedules.of(plan, training)
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
@@ -282,13 +285,6 @@ def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], Devi
     own = [i for i in range(spec.num_stages) if world.rank in spec.stage_mesh(i)]
     found = meshes[own[0] % len(meshes)] if own else [None]
     return tuple(Stage(spec.name, i) for i in own), found[0], found[-1]
-
-
-def shares_ends(recipe: Recipe, adapter: Adapter, spec: ModuleSpec) -> bool:
-    """Whether the first and the last stage of a module share a weight that is trained. Equal on all ranks."""
-    if spec.mesh.axis_size("pp") == 1:
-        return False
-    return ends_are_tied(spec, module_shape_of(recipe, adapter, spec.name))
 
 
 def _tied_groups(world: World, spec: ModuleSpec) -> dict[int, dist.ProcessGroup]:

@@ -7,9 +7,7 @@ from hetmesh.balance.imbalance import batch_load, plan_assignment
 from hetmesh.balance.plan_batch import within_range
 from hetmesh.boundary.scalars import gather_over_ranks
 from hetmesh.cost import Work, imbalance, module_flops
-from hetmesh.records.step_values import Measured, StepCost, StepLoad
-from hetmesh.resolve.balance_options import sample_costs
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.records.metrics import Measured, StepCost, StepLoad
 from hetmesh.runtime.device_peak import find_peak, peak_memory
 from hetmesh.training.feed import Loaded
 from hetmesh.training.job import Job
@@ -26,16 +24,16 @@ class Meter:
 
     def __init__(self, job: Job) -> None:
         self.job, self.graph, self.world = job, job.graph, job.world
-        self.shapes = module_shapes(job.recipe, job.adapters)
+        self.shapes, balance = job.resolved.shapes, job.resolved.balance
         dtypes = {name: job.graph[name].options.row_dtype for name in job.graph.order}
         found = {dtype: find_peak(job.recipe, job.world, dtype) for dtype in dict.fromkeys(dtypes.values())}
         self.experts = job.expert_placement
         self.peaks = {name: found[dtype] for name, dtype in dtypes.items()}
         # Also without a balancer work is counted as balancers do; caps are no matter of how samples were drawn.
         self.unbalanced = BalanceOptions(
-            costs=sample_costs(job.graph, self.shapes),
-            microbatch_sizes=job.balance.microbatch_sizes,
-            microbatch_shares=job.balance.microbatch_shares,
+            costs=job.resolved.costs,
+            microbatch_sizes=balance.microbatch_sizes,
+            microbatch_shares=balance.microbatch_shares,
         )
 
     def describe(self) -> list[str]:

@@ -27,13 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
 from hetmesh.data.loader import DrawnSample, Loader
-from hetmesh.graph import ModuleGraph
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
-from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_loader
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.environment import choose_attention
 from hetmesh.training.loss import sum_cross_entropy
 
@@ -76,21 +74,19 @@ class _Call:
             yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
 
 
-def profile_recipe(recipe: Recipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
-    """Measure the layers of all modules of `recipe` on one device of this machine, for about `seconds`.
+def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
+    """Measure the layers of all modules of a recipe on one device of this machine, for about `seconds`.
 
     A CPU is measured with one thread. Where parameters and computation differ in dtype, layers run under autocast.
 
     In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
 
     Raises:
-        RecipeError: what `hetmesh check` would find.
         SampleError: the first samples do not suit the modules.
     """
     choose_attention(torch.device(device))  # what is measured is what trains
-    source, adapters, graph = describe(recipe)
-    loader = make_loader(recipe, source, graph, adapters)
-    shapes = sample_shapes(loader, recipe.batch.microbatch_size)
+    graph, loader = resolved.graph, resolved.loader()
+    shapes = sample_shapes(loader, resolved.recipe.batch.microbatch_size)
     with _one_thread(), ExitStack() as groups:
         degrees = {name: graph[name].mesh.axis_size("tp") for name in graph.order}
         sharded = max(degrees.values()) > 1 and not dist.is_initialized()
@@ -102,7 +98,7 @@ def profile_recipe(recipe: Recipe, *, seconds: float = 45.0, device: str = "cpu"
             if sharded and tp > 1:
                 meshes.append(DeviceMesh(device, list(range(tp)), mesh_dim_names=("tp",)))
             for mesh in meshes:
-                calls += _calls(recipe, graph, adapters[name], name, loader, shapes, mesh, torch.device(device))
+                calls += _calls(resolved, name, loader, shapes, mesh, torch.device(device))
         _measure_all(calls, seconds)
     dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
@@ -123,9 +119,7 @@ def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
 
 
 def _calls(
-    recipe: Recipe,
-    graph: ModuleGraph,
-    adapter: Adapter,
+    resolved: ResolvedRecipe,
     name: str,
     loader: Loader,
     shapes: Sequence[ShapeOf],
@@ -137,6 +131,7 @@ def _calls(
     Args:
         mesh: of its tensor parallel ranks; None: the module is whole.
     """
+    recipe, adapter, graph = resolved.recipe, resolved.adapters[name], resolved.graph
     module = loaded_module(recipe, adapter, name).requires_grad_(True).to(device)
     compute = graph[name].options.row_dtype
     autocast = compute if any(p.dtype != compute for p in module.parameters()) else None
@@ -153,7 +148,7 @@ def _calls(
         key = (work.rows, work.pairs, work.targets)
         if work.rows and key not in known:
             known.add(key)
-            batch, inputs = _inputs(recipe, graph, adapter, name, loader, shape.drawn)
+            batch, inputs = _inputs(resolved, name, loader, shape.drawn)
             batch, inputs = (
                 {key: value.to(device) if isinstance(value, Tensor) else value for key, value in each.items()}
                 for each in (batch, inputs)
@@ -162,9 +157,10 @@ def _calls(
 
 
 def _inputs(
-    recipe: Recipe, graph: ModuleGraph, adapter: Adapter, name: str, loader: Loader, drawn: Sequence[DrawnSample]
+    resolved: ResolvedRecipe, name: str, loader: Loader, drawn: Sequence[DrawnSample]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's own inputs, and random rows in place of its producers'."""
+    graph, adapter = resolved.graph, resolved.adapters[name]
     metas, dtype = [d.meta for d in drawn], graph[name].options.row_dtype
     rows = {
         b.source: torch.randn(sum(meta.rows.get(b.source, 0) for meta in metas), adapter.in_features or 1, dtype=dtype)

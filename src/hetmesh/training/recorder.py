@@ -15,7 +15,6 @@ from hetmesh.cost import Profile
 from hetmesh.errors import HetmeshError
 from hetmesh.files import write_json
 from hetmesh.records.dump_folder import TIMELINE_FILE
-from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
@@ -34,7 +33,8 @@ class StepRecorder:
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job, self.path, self.keys = job, folder / TIMELINE_FILE, job.recipe.profiling
-        self.profile = Profile.load(self.keys.profile) if self.keys.timeline and self.keys.profile else None
+        if self.keys.timeline and self.keys.profile:
+            Profile.load(self.keys.profile)  # what is wrong with it is said before the first step
         self.zero = self._computed_at = 0.0
 
     def begin(self, step: int) -> bool:
@@ -80,10 +80,9 @@ class StepRecorder:
         write_json(self.path, out)
 
     def _predicted(self, schedule: Schedule, plan: BatchPlan) -> dict[str, Any] | None:
-        job = self.job
         try:
             with torch.random.fork_rng(devices=[]):  # modules are built to learn their sizes, and may draw
-                model = recipe_step_model(job.recipe, job.graph, job.adapters, profile=self.profile)
+                model = self.job.resolved.step_model()
                 return simulate(schedule, model.costs(plan, schedule)).as_json()
         except HetmeshError:  # sizes of a user's module, or a machine's peak, are not known
             return None

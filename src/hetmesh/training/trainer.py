@@ -13,16 +13,17 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.data.loader import TRAIN
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.errors import OutputError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder, claim_folder
 from hetmesh.records.events import FAILED, FINISHED, STOPPED
-from hetmesh.records.metrics import StepMetrics, run_summary
+from hetmesh.records.metrics import StepCost, StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
-from hetmesh.records.step_values import StepCost
-from hetmesh.resolve.held_out import held_out_source
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.runtime.device_peak import device_name
 from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
@@ -40,13 +41,19 @@ from hetmesh.training.validation import RunValidation
 
 
 def train(
-    recipe: Recipe, *, loss: CustomLoss | None = None, on_step: OnStep | None = None, export: Export | None = None
+    recipe: Recipe,
+    resolved: ResolvedRecipe | None = None,
+    *,
+    loss: CustomLoss | None = None,
+    on_step: OnStep | None = None,
+    export: Export | None = None,
 ) -> dict[str, Any]:
     """Train what `recipe` describes; every rank of the job calls it.
 
     A World that `hetmesh.init` has made is used, and left open.
 
     Args:
+        resolved: the recipe, if this process has resolved it already.
         loss: summed over targets; None: cross-entropy.
         on_step: called after each step, with its metrics.
         export: what `checkpoint.last_save_in_hf` calls on rank 0 (`hetmesh.export.export.export_last`).
@@ -62,12 +69,14 @@ def train(
     """
     # Before anything has a thread: workers that load samples are forked from here.
     with open_payloads(recipe) as payloads, world_for(recipe) as world:
-        return train_in(world, recipe, payloads, loss=loss, on_step=on_step, export=export)
+        source = payloads.sources[TRAIN]  # the one that workers share
+        resolved = resolve(recipe, source) if resolved is None else replace(resolved, source=source)
+        return train_in(world, resolved, payloads, loss=loss, on_step=on_step, export=export)
 
 
 def train_in(
     world: World,
-    recipe: Recipe,
+    resolved: ResolvedRecipe,
     payloads: Payloads,
     *,
     loss: CustomLoss | None = None,
@@ -75,12 +84,12 @@ def train_in(
     export: Export | None = None,
 ) -> dict[str, Any]:
     """`train` in a World."""
-    folder = claim_folder(recipe, world)
+    folder = claim_folder(resolved.recipe, world)
     if folder.summary is not None:
         if world.rank == 0:
-            print("\n".join(already_finished(recipe, folder)), flush=True)
+            print("\n".join(already_finished(resolved.recipe, folder)), flush=True)
         return folder.summary
-    return Trainer(recipe, world, folder, payloads, loss=loss, on_step=on_step, export=export).run()
+    return Trainer(resolved, world, folder, payloads, loss=loss, on_step=on_step, export=export).run()
 
 
 class Trainer:
@@ -94,7 +103,7 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
+        resolved: ResolvedRecipe,
         world: World,
         folder: RunFolder | None = None,
         payloads: Payloads | None = None,
@@ -103,6 +112,7 @@ class Trainer:
         on_step: OnStep | None = None,
         export: Export | None = None,
     ) -> None:
+        recipe = resolved.recipe
         if recipe.checkpoint.last_save_in_hf and export is None:
             raise TypeError("checkpoint.last_save_in_hf: the trainer needs `export`, e.g. hetmesh.export's export_last")
         self.export = export
@@ -115,14 +125,14 @@ class Trainer:
         self.claimed = folder or claim_folder(recipe, world)
         self.folder = self.claimed.path
         try:
-            self._build(payloads, loss)
+            self._build(resolved, payloads, loss)
         except BaseException:
             self.claimed.release()
             raise
 
-    def _build(self, payloads: Payloads | None, loss: CustomLoss | None) -> None:
+    def _build(self, resolved: ResolvedRecipe, payloads: Payloads | None, loss: CustomLoss | None) -> None:
         recipe, world = self.recipe, self.world
-        self.job = Job.assemble(recipe, world, payloads, loss)
+        self.job = Job.assemble(resolved, world, payloads, loss)
         keys = recipe.checkpoint
         if keys.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
             load_initial_weights(world, self.job.root, Path(keys.initial_load_path), keys.exclude_from_loading)

@@ -20,15 +20,14 @@ from hetmesh.formatting import counted
 from hetmesh.models import placeholder_rows
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.recipe.hf_path import expand_hf_path
-from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe
-from hetmesh.resolve.whole_directory import directory_of
+from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.resolved import ResolvedRecipe
 
-SAMPLES = 4
-"""Of each set of conversations, that are compared."""
+N_SAMPLES = 4
+"""Samples of each set of conversations that are compared."""
 
 FORM = ("tokenizer", "chat_template", "replacements", "special_tokens", "placeholders")
-"""Options that make a prompt: where one is not what the directory stands for, the recipe has a form of its own."""
+"""Options that make a prompt: where one is not the directory's, the recipe has a custom form."""
 
 ONE_TILE = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
 """Keys of image processors that `image_tiles = false` turns off."""
@@ -42,27 +41,24 @@ class _Processors:
     patches: Any  # an image's tensor -> its patches, of models that take these
 
 
-def check_processor(recipe: Recipe) -> list[str]:
-    """Compare tokens one by one, and pixels within one grey level.
-
-    Returns:
-        What was compared and what was not, a line for each set of conversations.
+def check_processor(resolved: ResolvedRecipe) -> list[str]:
+    """Compare tokens one by one, and pixels within one grey level. Returns a line for each set of conversations: what
+    was compared and what was not.
 
     Raises:
         SelfCheckError: they differ; names the sample, the key and the first token or pixel.
     """
+    recipe, source, adapters = resolved.recipe, resolved.source, resolved.adapters
     pretrained = directory_of(recipe)
-    source, adapters, graph = describe(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
-    options_of = [each.options for each in recipe.data.mixture] or [recipe.data.options]
-    tables = zip(options_of, parts, strict=True)
-    talks = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
-    if pretrained is None or not talks:
+    tables = zip([table.options for table in recipe.data.mixture] or [recipe.data.options], parts, strict=True)
+    conversations = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
+    if pretrained is None or not conversations:
         return []
     both, images, failed = _loaded(pretrained.path)
     towers = [a for a in adapters.values() if isinstance(a, HfEncoderAdapter) and a.media == "image"]
-    lines, rows = [], placeholder_rows(graph, adapters)
-    for options, part in talks:
+    lines, rows = [], placeholder_rows(resolved.graph, adapters)
+    for options, part in conversations:
         why = failed or _own_form(options, pretrained.path)
         if not why and both.chat_template is None:
             why = f"{type(both).__name__} has no chat template"
@@ -71,10 +67,14 @@ def check_processor(recipe: Recipe) -> list[str]:
         if options.get("image_tiles") is False:
             call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
         own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
-        given = _Processors(None if why else both, None if own else images, call, towers[0].call if towers else None)
-        first = min(SAMPLES, len(part))
-        done = sum(_is_alike(part, index, rows, given) for index in range(first))
-        what = [*["tokens"] * (given.both is not None), *["pixels"] * (given.images is not None)] if done else []
+        processors = _Processors(
+            None if why else both, None if own else images, call, towers[0].call if towers else None
+        )
+        first = min(N_SAMPLES, len(part))
+        done = sum(_is_alike(part, index, rows, processors) for index in range(first))
+        what = (
+            [*["tokens"] * (processors.both is not None), *["pixels"] * (processors.images is not None)] if done else []
+        )
         without = f"; prompts were not: {why}" if why else ""
         of = f"of the first {counted(first, 'sample')}{'' if done in (0, first) else f', of {done} of them,'}"
         compared = f"{' and '.join(what)} {of} equal those" if what else f"nothing {of} was compared with those"
@@ -93,7 +93,7 @@ def _loaded(path: Path) -> tuple[Any, Any, str]:
             both, why = None, "transformers has no processor of images and text for it"
     except Exception as error:  # whatever it lacks here
         why = f"transformers' own does not load here ({' '.join(str(error).split())[:160]})"
-    try:  # that of Pillow, which rounds as images are rounded here
+    try:  # Pillow's, which rounds as hetmesh does
         images = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
         if both is not None:
             both.image_processor = images
@@ -104,16 +104,16 @@ def _loaded(path: Path) -> tuple[Any, Any, str]:
 
 def _own_form(options: Mapping[str, Any], path: Path) -> str:
     """Why the prompts of a recipe are its own; empty where they are the directory's."""
+    raw = {"model": {"hf_path": str(path)}, "data": {"options": {"path": ""}}}
     try:
-        raw = {"model": {"hf_path": str(path)}, "data": {"options": {"path": ""}}}
         filled = expand_hf_path(raw)["data"]["options"]
-    except RecipeError:  # whose form nobody here knows
+    except RecipeError:  # a form that hetmesh does not know
         return "the form of a conversation is the recipe's own"
-    found = [key for key in FORM if options.get(key) != filled.get(key)]
-    return f"{', '.join(f'data.options.{key}' for key in found)} is the recipe's own" if found else ""
+    custom = [f"data.options.{key}" for key in FORM if options.get(key) != filled.get(key)]
+    return f"{', '.join(custom)} is the recipe's own" if custom else ""
 
 
-def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Processors) -> bool:
+def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, processors: _Processors) -> bool:
     """Compare one sample; False if nothing of it is compared: it cannot be read, or has other media than images."""
     from PIL import Image, ImageOps
 
@@ -125,24 +125,24 @@ def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, given: _Pro
     if any(kind != "image" for kind, _ in media):
         return False
     pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
-    if pictures and given.images is not None:
-        with _asking(meta.id, given.images):
-            theirs = given.images(images=[pictures], **given.call)["pixel_values"]
+    if pictures and processors.images is not None:
+        with _asking(meta.id, processors.images):
+            theirs = processors.images(images=[pictures], **processors.call)["pixel_values"]
         items, shape = sample.media["image"], theirs.shape[-3:]
         ours: Tensor | Sequence[Tensor] = items
         if all(item.shape[-3:] == shape for item in items):
             ours, theirs = torch.cat([item.reshape(-1, *shape) for item in items]), theirs.reshape(-1, *shape)
-        elif given.patches is not None:
-            ours = given.patches.collate(items, [item.size for item in meta.media])["media"]
-        _check_pixels(meta.id, ours, theirs, given.images)
-    if given.both is not None:
+        elif processors.patches is not None:
+            ours = processors.patches.collate(items, [item.size for item in meta.media])["media"]
+        _check_pixels(meta.id, ours, theirs, processors.images)
+    if processors.both is not None:
         tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens
-        with _asking(meta.id, given.both):
-            text = given.both.apply_chat_template(turns, tokenize=False)
-            bos = given.both.tokenizer.bos_token
+        with _asking(meta.id, processors.both):
+            text = processors.both.apply_chat_template(turns, tokenize=False)
+            bos = processors.both.tokenizer.bos_token
             more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-            made = given.both(text=[text], images=[pictures] if pictures else None, **given.call, **more)
-        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), given.both)
+            made = processors.both(text=[text], images=[pictures] if pictures else None, **processors.call, **more)
+        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), processors.both)
     return True
 
 
@@ -159,7 +159,7 @@ def _check_pixels(sample: str, ours: Tensor | Sequence[Tensor], theirs: Tensor, 
     level = (images.rescale_factor if images.do_rescale else 1) / (min(images.image_std) if images.do_normalize else 1)
     what = f"sample {sample!r}: pixel_values: "
     if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
-        shapes = ours.shape if isinstance(ours, Tensor) else [each.shape for each in ours]
+        shapes = ours.shape if isinstance(ours, Tensor) else [pixels.shape for pixels in ours]
         raise SelfCheckError(f"{what}{shapes}, and {theirs.shape} by transformers' {type(images).__name__}")
     if len(far := ((ours - theirs).abs() > 1.01 * level).nonzero()):
         at = tuple(far[0].tolist())

@@ -15,7 +15,7 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("text alone", "one item", "several items", "several items of all kinds")
 TEXT = 7
-"""Text tokens before, between and behind items."""
+"""Text tokens before, between and after items."""
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By placeholder the extents (`MediaItem.extent`) of a small and a larger item."""
@@ -29,29 +29,30 @@ def self_check_source(
     around: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     seed: int = 0,
 ) -> MemorySource:
-    """One sample of each of `KINDS`, random: every token behind the first two is a target, media aside.
+    """One random sample of each of `KINDS`, the last text of which is the target.
 
     Args:
         config: the whole model's; tokens that mean something to it are left out of the text.
         placeholders: token id by placeholder.
         size_dims: by placeholder how many numbers of an extent are the size.
-        around: by placeholder the tokens before and behind an item, where the model wants some.
+        around: by placeholder the token before and after an item, where the model has some.
     """
     draw = torch.Generator().manual_seed(seed)
     vocabulary = config.get_text_config().vocab_size
     special = _special(config) | {*placeholders.values(), 0}
     text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
     kinds = list(shapes)
-    wanted: list[list[tuple[str, tuple[int, ...]]]] = [
+    first, all_shapes = kinds[0], shapes[kinds[0]]
+    items: list[list[tuple[str, tuple[int, ...]]]] = [
         [],
-        [(kinds[0], shapes[kinds[0]][0])],
-        [(kinds[0], shape) for shape in (*shapes[kinds[0]], shapes[kinds[0]][0])],
+        [(first, all_shapes[0])],
+        [(first, shape) for shape in (*all_shapes, all_shapes[0])],
         [(kind, shape) for kind in reversed(kinds) for shape in shapes[kind]],
     ]
-    kinds_of = zip(KINDS, wanted, strict=True)
-    made = [_sample(name, items, placeholders, size_dims, around, text, draw) for name, items in kinds_of]
+    given = placeholders, size_dims, around, text, draw
+    samples = [_sample(name, its_items, *given) for name, its_items in zip(KINDS, items, strict=True)]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
-    return MemorySource(made, vocabulary, placeholders, pad)
+    return MemorySource(samples, vocabulary, placeholders, pad)
 
 
 def _sample(
@@ -69,18 +70,16 @@ def _sample(
     tokens, media = words(), []
     payload: dict[str, list[Tensor]] = {}
     for kind, extent in items:
-        before, behind = ([token] for token in around[kind]) if kind in around else ([], [])
+        before, after = ([token] for token in around[kind]) if kind in around else ([], [])
         tokens += before
         end = len(extent) - size_dims[kind](extent)
-        shape, size = extent[:end], extent[end:]
-        media.append(MediaItem(kind, shape, len(tokens), size=size))
-        payload.setdefault(kind, []).append(torch.randn(shape, generator=draw))
-        tokens += [placeholders[kind], *behind, *words()]
+        media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
+        payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
+        tokens += [placeholders[kind], *after, *words()]
     start = len(tokens)
     tokens += words()  # the answer
-    return SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),)), Sample(
-        name, torch.tensor(tokens), payload
-    )
+    meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
+    return meta, Sample(name, torch.tensor(tokens), payload)
 
 
 def _special(config: Any) -> set[int]:
@@ -89,5 +88,5 @@ def _special(config: Any) -> set[int]:
     for part in (config, config.get_text_config()):
         for key, value in part.to_dict().items():
             if key.endswith(("_token_id", "_token_index")):
-                found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
+                found |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
     return found

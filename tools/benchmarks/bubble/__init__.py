@@ -25,8 +25,7 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import Lanes
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.schedules import StepSchedules
+from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import average_bubbles, simulate
 from hetmesh.simulate.lanes import group_ranks, plan_flows
 from hetmesh.testing.pool import WorkerPool
@@ -96,11 +95,12 @@ def _makespans(ranks: Sequence[Turns], i: int) -> list[float]:
 
 def _predicted(recipe: Recipe, ranks: Sequence[Turns], i: int, slowdown: tuple[float, ...]) -> list[Any]:
     """The simulated step, beside each other's slowdown and without."""
-    source, adapters, graph = describe(recipe)
-    prepare = make_prepare(recipe, graph, adapters)
-    loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    prepare = resolved.expander
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
     plan = plan_batch(graph, loader.batch(0).metas, recipe.batch.microbatch_size)
-    schedule = StepSchedules(recipe, graph, adapters).of(plan)
+    schedule = resolved.schedules.of(plan)
     groups = {stage: group_ranks(graph[stage.module], stage.index) for stage in schedule.stages.stages}
     lanes = Lanes(groups, plan_flows(plan, schedule))
     costs = step_costs([turns.measured[i] for turns in ranks], plan, schedule)

@@ -9,6 +9,7 @@ from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.job import Job
 
 WARM_UP = 2  # rounds
@@ -36,7 +37,7 @@ def measure(
     meter = BusyMeter(blocks(busy), seconds)
     probes = []
     for recipe in recipes:
-        job = Job.assemble(recipe, World.current())
+        job = Job.assemble(resolve(recipe), World.current())
         others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
         probes.append(Probe(job, [others[: size * lanes] for size in sizes]))
     for i in range(WARM_UP + rounds):

@@ -34,8 +34,7 @@ from hetmesh.cost import Rates, computed_work, module_times, partition
 from hetmesh.cost.stage_cuts import runs
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
-from hetmesh.resolve.module_shapes import module_shapes
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.trainer import Trainer
 
@@ -72,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             name, "1f1b", _tables(first, second), 4, vision_trainable=False, text=2, vision_wide=3
         ).recipe(**sizes)
         recipes.append(recipe)
-        graphs.append(describe(recipe)[2])
+        graphs.append(resolve(recipe).graph)
     busy = Sizes(args.width, args.width * 11 // 4, layers=args.layers, samples=args.microbatch)
     with WorkerPool(2) as pool:
         results = pool.run(_measure, recipes, args.steps, busy, timeout=900)
@@ -101,11 +100,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _times(recipe: Recipe) -> Times:
     """FLOPs of every layer of the first microbatch, as its seconds on a machine of one FLOP/s."""
-    source, adapters, graph = describe(recipe)
-    loader = Loader(source, recipe.batch.microbatch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    loader = Loader(resolved.source, recipe.batch.microbatch_size, resolved.expander, seed=recipe.debug.seed)
     samples = [d.meta for d in loader.batch(0)]
     times = {}
-    for name, shape in module_shapes(recipe, adapters).items():
+    for name, shape in resolved.shapes.items():
         assert shape is not None
         upstream = any(graph.needs_gradient(b) for b in graph.inputs(name))
         times[name] = module_times(shape, computed_work(graph, name, samples), Rates(1.0), upstream=upstream)
@@ -155,7 +155,7 @@ def _measure(rank: int, recipes: list[Recipe], steps: int, sizes: Sizes) -> tupl
         trainers = []
         for i, recipe in enumerate(recipes):
             job = recipe.job.model_copy(update={"dump_folder": str(Path(folder, str(i)))})
-            trainers.append(Trainer(recipe.model_copy(update={"job": job}), World.current()))
+            trainers.append(Trainer(resolve(recipe.model_copy(update={"job": job})), World.current()))
         seconds: list[list[float]] = [[] for _ in recipes]
         for step in range(WARM_UP + steps):
             for trainer, spent in zip(trainers, seconds, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import astuple
 
 from hetmesh.cost import LayerTime, StageCost, StepCosts
 from hetmesh.graph import ModuleGraph, stage_graph
@@ -23,7 +24,8 @@ def makespan(graph: ModuleGraph, times: Times, microbatches: int, slowdown: tupl
     costs = {}
     for stage in stages.stages:
         layers = graph[stage.module].stage_layers(stage.index)
-        total = sum((times[stage.module][layer] for layer in layers), LayerTime())
+        each = [astuple(times[stage.module][layer]) for layer in layers]
+        total = LayerTime(*map(sum, zip(*each, strict=True)))
         backward = total if stage in stages.backward_stages else LayerTime()
         cost = StageCost(total.forward, backward.backward_input + backward.recompute, backward.backward_weight)
         costs |= {(stage, m): cost for m in range(microbatches)}

@@ -9,6 +9,7 @@ from typing import Any
 from hetmesh.planner import search
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
+from hetmesh.resolve.resolved import resolve
 
 RECIPE = "siglip_qwen3_8b"
 BATCHES = {256: 1024, 3072: 6144}
@@ -20,7 +21,7 @@ def search_seconds(ranks: int) -> dict[str, Any]:
     path = Path(__file__).parents[3] / "recipes" / f"{RECIPE}.toml"
     recipe = load_recipe(path, [f"--training.global_batch_size={BATCHES[ranks]}"])
     started = time.process_time()
-    problem = recipe_problem(recipe, machine="h100", ranks=ranks)
+    problem = recipe_problem(resolve(recipe), machine="h100", ranks=ranks)
     ready = time.process_time()
     found = search(problem)
     stopped = time.process_time()

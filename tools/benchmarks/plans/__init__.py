@@ -21,10 +21,8 @@ from benchmarks.busy import Sizes, apart, busy_slowdown
 from benchmarks.plans.layouts import PLANS, Plan
 from benchmarks.plans.steps import PlanSteps, measure
 from benchmarks.schedule.predict import step_costs
-from hetmesh.balance import plan_batch
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_loader
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
@@ -96,10 +94,10 @@ def _row(plan: Plan, recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple
 
 def predict(recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple[float, ...]) -> float:
     """Seconds of the step over the first global batch."""
-    source, adapters, graph = describe(recipe)
-    drawn = make_loader(recipe, source, graph, adapters).batch(0)
-    plan = plan_batch(graph, drawn.metas, recipe.batch.microbatch_size, recipe_balance(recipe, graph, adapters))
-    schedule = recipe_schedule(recipe, graph, plan.routes)
+    resolved = resolve(recipe)
+    drawn = resolved.loader().batch(0)
+    plan = resolved.plan(drawn.metas)
+    schedule = recipe_schedule(recipe, resolved.graph, plan.routes)
     costs = apart(step_costs([each.measured for each in ranks], plan, schedule), slowdown)
     optimizer = {rank: statistics.median(each.optimizer) / slowdown[-1] for rank, each in enumerate(ranks)}
     return simulate(schedule, replace(costs, optimizer=optimizer)).makespan

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from benchmarks.schedule.stages import Measured, Probe
-from hetmesh.balance import BatchPlan, plan_batch
+from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.scalars import reduce_over_ranks
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import make_optimizers, take_step
@@ -67,7 +68,7 @@ class _Planned:
     """One plan, built."""
 
     def __init__(self, recipe: Recipe, sizes: Sequence[int]) -> None:
-        job = Job.assemble(recipe, World.current())
+        job = Job.assemble(resolve(recipe), World.current())
         others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
         self.probe, self.least = Probe(job, [others[: size * lanes] for size in sizes]), min(sizes)
         self.step = _Step(job)
@@ -92,7 +93,7 @@ class _Step:
         self.parameters = list(job.root.parameters())
         self.counted = counted(job.parallel.values(), job.world.rank, job.counted_elsewhere)
         self.drawn: DrawnBatch = job.loader.batch(0)
-        self.plan: BatchPlan = plan_batch(job.graph, self.drawn.metas, job.recipe.batch.microbatch_size, job.balance)
+        self.plan: BatchPlan = job.plan(self.drawn.metas)
         self.schedule = job.schedule(self.plan)
 
     def run(self) -> float:

@@ -39,8 +39,8 @@ from hetmesh.balance import plan_batch
 from hetmesh.cost import Profile
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.describe import describe, make_prepare
 from hetmesh.resolve.recipe_step_model import recipe_step_model
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import CLASSES, Bubbles, Timeline, average_bubbles, simulate
@@ -101,10 +101,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _compare(
     configuration: Configuration, recipe: Recipe, measured: list[Measured], profiled: Profile | None
 ) -> dict[str, Any]:
-    source, adapters, graph = describe(recipe)
-    loader = Loader(
-        source, recipe.batch.global_batch_size, make_prepare(recipe, graph, adapters), seed=recipe.debug.seed
-    )
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, resolved.expander, seed=recipe.debug.seed)
     plan = plan_batch(graph, [d.meta for d in loader.batch(0)], recipe.batch.microbatch_size)
     schedule = recipe_schedule(recipe, graph, plan.routes)
     slowdown = busy_slowdown(each.busy for each in measured)
@@ -135,7 +134,7 @@ def _compare(
         "noise": quiet.noise,
     }
     if profiled is not None:
-        analytic = recipe_step_model(recipe, graph, adapters, profile=profiled).costs(plan, schedule)
+        analytic = recipe_step_model(recipe, graph, resolved.shapes, profile=profiled).costs(plan, schedule)
         makespan = simulate(schedule, apart(with_links(analytic, measured, plan, schedule), slowdown)).makespan
         entry |= {"profile_ms": 1e3 * makespan, "profile_error": abs(makespan / seconds - 1)}
     return entry

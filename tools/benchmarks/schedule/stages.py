@@ -17,6 +17,7 @@ from hetmesh.cost import Profile, Work
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import Recording
 from hetmesh.runtime.step import StepRunner
@@ -71,7 +72,7 @@ def measure(
     """
     pin(rank)
     meter = BusyMeter(blocks(busy), seconds)
-    job = Job.assemble(recipe, World.current())
+    job = Job.assemble(resolve(recipe), World.current())
     others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
     probe = Probe(job, [others[: size * lanes] for size in sizes])
     probe.run_step(recipe.batch.microbatch_size)  # first contacts
@@ -184,7 +185,7 @@ def profile(rank: int, recipe: Recipe, seconds: float) -> Profile:
     """What `hetmesh profile` fits to this rank's core, while the other rank does the same."""
     pin(rank)
     dist.barrier()
-    return profile_recipe(recipe, seconds=seconds)
+    return profile_recipe(resolve(recipe), seconds=seconds)
 
 
 def own_work(plan: BatchPlan, name: str, microbatch: int, rank: int) -> Work:

@@ -26,8 +26,7 @@ from benchmarks.straggler.source import recipe
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import recipe_balance
-from hetmesh.resolve.describe import describe, make_prepare
+from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
@@ -106,10 +105,11 @@ def predicted(
     recipe: Recipe, batches: Sequence[int], measured: Sequence[Measured], slowdown: tuple[float, ...]
 ) -> list[float]:
     """Seconds of the steps of some global batches."""
-    source, adapters, graph = describe(recipe)
-    prepare = make_prepare(recipe, graph, adapters)
-    loader = Loader(source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
-    balance = recipe_balance(recipe, graph, adapters)
+    resolved = resolve(recipe)
+    graph = resolved.graph
+    prepare = resolved.expander
+    loader = Loader(resolved.source, recipe.batch.global_batch_size, prepare, seed=recipe.debug.seed)
+    balance = resolved.balance
     seconds = []
     for batch in batches:
         plan = plan_batch(graph, loader.batch(batch).metas, recipe.batch.microbatch_size, balance)

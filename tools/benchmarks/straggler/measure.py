@@ -16,6 +16,7 @@ from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.boundary import World
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
 
 WARM_UP = 2  # rounds
@@ -84,4 +85,4 @@ def some_microbatches(drawn: DrawnBatch) -> list[DrawnBatch]:
 
 def _trainer(recipe: Recipe, folder: Path) -> Trainer:
     job = recipe.job.model_copy(update={"dump_folder": str(folder)})
-    return Trainer(recipe.model_copy(update={"job": job}), World.current())
+    return Trainer(resolve(recipe.model_copy(update={"job": job})), World.current())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
@@ -33,15 +35,8 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
     if blocks.uniform and len(loads):
         limit = np.maximum(load.max(0), SCALE)
         bins = lower_peaks(load, bins, limit, equal_counts=slots.equal_counts)
-        bins = resplit(
-            load,
-            bins,
-            rounds // 3,
-            tolerance=TOLERANCE,
-            equal_counts=slots.equal_counts,
-            limit=np.rint(GUARD * limit),
-            seed=rounds,
-        )
+        kept: dict[str, Any] = {"limit": np.rint(GUARD * limit), "seed": rounds}
+        bins = resplit(load, bins, rounds // 3, tolerance=TOLERANCE, equal_counts=slots.equal_counts, **kept)
     return fitted(loads, blocks, from_table(bins, len(loads)))
 
 

@@ -7,7 +7,7 @@ import pytest
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.report.by_action import action_json, action_table, action_times
+from hetmesh.report.timeline_text import action_json, action_table, action_times
 from hetmesh.schedule import one_f_one_b
 from hetmesh.simulate import simulate
 

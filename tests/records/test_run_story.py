@@ -7,9 +7,9 @@ import time
 
 from hetmesh.cli import main
 from hetmesh.records.events import RunEvents, is_writing
+from hetmesh.records.run_lines import series
+from hetmesh.records.run_view import read_run
 from hetmesh.report.page_story import ago, state, wall_time, when
-from hetmesh.report.run_folder import read_run
-from hetmesh.report.run_series import series
 from support.written_runs import write_lines
 
 HOUR = 3615.0  # and a bit: the clock of a line is rounded

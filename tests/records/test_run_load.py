@@ -6,9 +6,8 @@ import pytest
 
 from hetmesh.balance.imbalance import BatchLoad, ModuleLoad
 from hetmesh.cli import main
-from hetmesh.records.metrics import StepMetrics, flat
-from hetmesh.records.step_values import StepLoad
-from hetmesh.report.run_folder import read_run
+from hetmesh.records.metrics import StepLoad, StepMetrics, flat
+from hetmesh.records.run_view import read_run
 
 
 def metrics(step):

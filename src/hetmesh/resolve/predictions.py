@@ -1,0 +1,70 @@
+"""What the simulator predicts of a recipe before any machine is booked: its first step, and the memory of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetmesh.balance import BatchPlan, largest_batches
+from hetmesh.boundary.groups import job_communicators
+from hetmesh.errors import RecipeError
+from hetmesh.resolve.resolved import ResolvedRecipe
+from hetmesh.resolve.schedules import StepSchedules, schedule_options
+from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, rank_memory, simulate, worst
+from hetmesh.simulate.fill_bubbles import fill_bubbles
+
+MAX_SAMPLES = 4096
+"""Samples, evenly from all of the run, among which the largest are looked for; at least one global batch."""
+
+
+def simulate_recipe(
+    resolved: ResolvedRecipe, *, machine: str | None = None, profile: str | None = None, beside: Sequence[str] = ()
+) -> Timeline:
+    """Simulate the first step of a recipe: one process, no process group, no weights.
+
+    Args:
+        machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
+        profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
+        beside: modules whose kernels run in the collectives of others (`hetmesh.simulate.beside`), which no training
+            does yet.
+
+    Raises:
+        RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.
+    """
+    recipe = resolved.recipe
+    if wrong := [name for name in beside if name not in recipe.modules or name == recipe.sink]:
+        valid = ", ".join(name for name in recipe.modules if name != recipe.sink)
+        raise RecipeError(f"beside = {wrong[0]!r}: only modules before {recipe.sink!r} can run beside it: {valid}")
+    plan, model = resolved.plan(resolved.loader().batch(0).metas), resolved.step_model(machine, profile)
+    if beside and recipe.fills_bubbles:
+        schedule = fill_bubbles(model, plan, True, schedule_options(recipe), beside=beside)
+    elif machine or profile:
+        schedule = StepSchedules(recipe, resolved.graph, model).of(plan)
+    else:
+        schedule = resolved.schedules.of(plan)
+    return simulate(schedule, model.costs(plan, schedule, parts=bool(beside)), beside=beside)
+
+
+def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:
+    """What every rank holds at most, and whether `model.machine` has as much.
+
+    The largest batch: of up to `MAX_SAMPLES` samples, from all of the run, those that give a module most rows, or the
+    LLM most targets, together in one batch; of the batches by each measure the worst for each rank
+    (`hetmesh.balance.largest_batches`).
+
+    Raises:
+        RecipeError, SampleError: a balancer or a sample refuses the batch.
+    """
+    loader, size = resolved.loader(), resolved.recipe.batch.global_batch_size
+    steps = resolved.recipe.training.steps
+    batches = min(max(MAX_SAMPLES // size, 1), steps)
+    samples = loader.drawn([i for k in range(batches) for i in loader.indices(k * steps // batches)]).metas
+    plans = map(resolved.plan, largest_batches(resolved.graph, samples, size))
+    ranks = worst(step_memory(resolved, model, plan) for plan in plans)
+    return MemoryFit(model.machine.name, model.machine.memory_bytes, ranks, len(samples), steps * size)
+
+
+def step_memory(resolved: ResolvedRecipe, model: StepModel, plan: BatchPlan) -> dict[int, RankMemory]:
+    """Per rank what it holds at most in the step of one `plan`: what a dry run or a real one of that step measures."""
+    schedule = resolved.schedules.of(plan)
+    communicators = job_communicators(model.graph, resolved.recipe.world_size, lambda spec: model.shape(spec.name))
+    return rank_memory(model, schedule, model.costs(plan, schedule), communicators)

@@ -1,0 +1,242 @@
+"""ResolvedRecipe: what a recipe means before anything is built; `resolve` makes it, or names all that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.cost.flops import SampleCosts
+from hetmesh.data.expand_arrays import Expander
+from hetmesh.data.loader import Loader
+from hetmesh.data.payloads import Payloads
+from hetmesh.data.registry import recipe_source
+from hetmesh.data.source import Source
+from hetmesh.errors import GraphError, RecipeError, Refusals, SampleError
+from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
+from hetmesh.models import (
+    Adapter,
+    make_adapters,
+    module_rows,
+    placeholder_rows,
+    pretrained_of,
+    sample_positions,
+    with_side_outputs,
+)
+from hetmesh.recipe.hf_path import check_placeholders
+from hetmesh.recipe.module_options import module_options, packs, token_assignment, token_axes
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.balance_options import balance_options, check_balance, sample_costs
+from hetmesh.resolve.module_refusals import uncompared_plans
+from hetmesh.resolve.modules import ModuleShapes, Shapes
+from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
+from hetmesh.resolve.refusals import check_recipe
+from hetmesh.resolve.schedules import StepSchedules, check_schedule
+from hetmesh.resolve.splits import module_splits
+from hetmesh.simulate import StepModel
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedRecipe:
+    """What a recipe means. Made by `resolve`; no process group, no weights.
+
+    Attributes:
+        source: of the training samples.
+        adapters: by module.
+        shapes: sizes of each module; None of one that cannot be built on the meta device.
+        notes: what of users' modules could not be compared or tried, and why, a sentence each.
+    """
+
+    recipe: Recipe
+    source: Source
+    adapters: dict[str, Adapter]
+    graph: ModuleGraph
+    shapes: Shapes
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def expander(self) -> Expander:
+        """What loaders do to the metadata of samples: rows per placeholder, `seq_len`, rows per module, positions."""
+        return Expander(
+            placeholder_rows(self.graph, self.adapters),
+            seq_len=self.recipe.training.seq_len,
+            module_rows=module_rows(self.graph, self.adapters),
+            position_ids=sample_positions(self.graph, self.adapters),
+        )
+
+    def loader(self, payloads: Payloads | None = None) -> Loader:
+        """A new loader of the training samples: the same for whatever looks at batches, samples that it leaves out too.
+
+        Args:
+            payloads: where samples are loaded; None: in this process, when they are needed.
+        """
+        return Loader(
+            self.source,
+            self.recipe.batch.global_batch_size,
+            self.expander,
+            seed=self.recipe.debug.seed,
+            payloads=payloads,
+            skip=self.recipe.data.on_bad_sample == "skip",
+        )
+
+    @cached_property
+    def costs(self) -> dict[str, SampleCosts]:
+        """What samples cost each module."""
+        return sample_costs(self.graph, self.shapes)
+
+    @cached_property
+    def balance(self) -> BalanceOptions:
+        """How batches are balanced."""
+        keys = self.recipe.balance
+        return balance_options(keys, None if keys.policy == "none" else self.costs)
+
+    def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
+        """The batch plan of a global batch."""
+        return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
+
+    @cached_property
+    def schedules(self) -> StepSchedules:
+        """Makes the schedules of steps, the same on all ranks."""
+        model = agreed_step_model(self.recipe, self.graph, self.shapes) if self.recipe.fills_bubbles else None
+        return StepSchedules(self.recipe, self.graph, model)
+
+    def step_model(self, machine: str | None = None, profile: str | None = None) -> StepModel:
+        """`named_step_model` of the recipe."""
+        return named_step_model(self.recipe, self.graph, self.shapes, machine, profile)
+
+
+def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
+    """What `recipe` means: `hetmesh check`, `train` and every other verb come here first, so what one refuses, all do.
+
+    Args:
+        source: of the training samples, if there is one already.
+
+    Raises:
+        RecipeError: everything that is wrong with the recipe beyond its text, a line each.
+    """
+    refusals, known_source = Refusals(), source is not None
+    for name, module in recipe.modules.items():
+        with refusals.collect():
+            pretrained_of(name, module)
+    with refusals.collect():
+        source = source or recipe_source(recipe.data)
+    if source is None:  # models take sizes from it
+        refusals.finish()
+    assert source is not None
+    adapters: dict[str, Adapter] | None = None
+    extents: dict[str, tuple[int, ...]] = {}
+    if not refusals.said:
+        with refusals.collect():
+            extents = _media_extents(source, recipe.data.on_bad_sample == "skip")
+            adapters = adapters_of(recipe, source.vocab_size, extents)
+    shapes = ModuleShapes(recipe, adapters or {})
+    with refusals.collect():
+        check_recipe(recipe, adapters, source.placeholders, shapes)
+    if not known_source:
+        with refusals.collect():
+            check_placeholders(recipe, source.placeholders, source.vocab_size)
+    graph: ModuleGraph | None = None
+    notes: list[str] = []
+    if adapters is not None:
+        with refusals.collect():
+            graph = _graph(recipe, adapters, shapes)
+            if recipe.data.on_bad_sample != "skip":
+                _check_extents(extents, graph, adapters)
+            check_balance(recipe.balance, graph)
+            check_schedule(recipe, graph)
+    if adapters is not None and not refusals.said:
+        with refusals.collect():
+            notes = uncompared_plans(recipe, adapters, source.vocab_size)
+    refusals.finish()
+    assert adapters is not None
+    assert graph is not None
+    return ResolvedRecipe(recipe, source, adapters, graph, shapes, tuple(notes))
+
+
+def adapters_of(
+    recipe: Recipe, vocab_size: int, extents: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, Adapter]:
+    """The adapters of the modules of `recipe`; arguments and errors are those of `make_adapters`."""
+    packed = [name for name in recipe.modules if packs(recipe, name)]
+    return make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, vocab_size, extents, packed)
+
+
+def check_first_batch(resolved: ResolvedRecipe) -> None:
+    """Raise RecipeError for caps (`balance.max_tokens`) that the first batch cannot keep."""
+    if resolved.recipe.balance.max_tokens:
+        metas = resolved.loader().batch(0).metas
+        try:
+            resolved.plan(metas)
+        except GraphError as error:
+            raise RecipeError(f"balance.max_tokens: the first batch cannot keep it: {error}") from error
+
+
+def _media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
+    """Extent per kind of media, from the first samples that have some; with `skip` not of those that cannot be read,
+    which the run leaves out too."""
+    extents: dict[str, tuple[int, ...]] = {}
+    for index in range(min(len(source), 64)):
+        try:
+            for item in source.meta(index).media:
+                extents.setdefault(item.name, item.extent)
+        except SampleError:
+            if not skip:
+                raise
+    return extents
+
+
+def _check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> None:
+    """Raise RecipeError for media that a processor makes of a shape that their encoder does not take."""
+    for at, rows in placeholder_rows(graph, adapters).items():
+        if at in extents:
+            try:
+                rows(extents[at])
+            except SampleError as error:
+                raise RecipeError(
+                    f"data: its items of kind {at!r} do not suit the module that reads them: {error}; does the "
+                    "processor belong to the model?"
+                ) from error
+
+
+def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> ModuleGraph:
+    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs.
+
+    Raises:
+        RecipeError: of every module that cannot be split, or not so, and of every side output that nobody takes, with
+            the key.
+    """
+    refusals = Refusals()
+    boundaries: tuple[BoundarySpec, ...] = ()
+    with refusals.collect():
+        boundaries = with_side_outputs(recipe.wiring.topology.boundaries, adapters)
+    modules: list[ModuleSpec] = []
+    for name, module in recipe.modules.items():
+        with refusals.collect():
+            axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
+            splits = module_splits(recipe, name, adapters[name], shapes)
+            try:
+                spec = ModuleSpec(
+                    name,
+                    recipe.wiring.meshes[name],
+                    layers,
+                    media,
+                    module.trainable,
+                    features=adapters[name].out_features or 0,
+                    token_axes=axes,
+                    tokens_per_row=adapters[name].abilities.tokens_per_row if media is not None and "cp" in axes else 0,
+                    packed=packs(recipe, name),
+                    attention_mask=module.attention_mask,
+                    assignment=token_assignment(recipe, name),
+                    splits=splits.runs,
+                    activation=splits.activation,
+                    frozen_layers=splits.frozen_layers,
+                    options=module_options(recipe, name),
+                )
+            except GraphError as error:
+                raise RecipeError(
+                    f"parallelism.{name}.module_fqns_per_model_part: {error}; layers are {list(layers)}"
+                ) from error
+            modules.append(spec)
+    refusals.finish()
+    return ModuleGraph(tuple(modules), boundaries)
