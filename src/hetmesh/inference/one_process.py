@@ -110,10 +110,10 @@ class OneProcess:
         named = {"": result} if isinstance(result, Tensor) else result
         rows |= {output_key(name, output): tensor for output, tensor in named.items()}
 
-    def _inputs(self, name: str, feed: Feed, rows: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _inputs(self, name: str, feed: Feed, rows: Mapping[str, Tensor]) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
         given = feed(Stage(name, 0), 0)
-        batch = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
-        return with_tensors(given, batch), {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
+        tensors = {key: value.to(self.device) if isinstance(value, Tensor) else value for key, value in given.items()}
+        return with_tensors(given, tensors), {b.key: rows[b.key] for b in self.resolved.graph.inputs(name)}
 
     @torch.no_grad()
     def logits(self, source: Source, rows: dict[str, Tensor] | None = None, cache: Cache | None = None) -> Tensor:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import Adapter
-from hetmesh.models.split.whole_model import saved_tensors
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
+from hetmesh.models.weights.load import saved_tensors
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
