@@ -86,8 +86,8 @@ def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) ->
         if (after := waiting.pop()).name() == REENTRANT:
             return True
         for node, _ in after.next_functions:
-            source = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
-            leaf = id(getattr(source, "variable", None))  # of a node that adds to the gradient of a leaf
+            end = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
+            leaf = id(getattr(end, "variable", None))  # of a node that adds to the gradient of a leaf
             if leaf in targets:
                 if leaf in reached:
                     return True
