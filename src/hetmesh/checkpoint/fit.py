@@ -48,9 +48,8 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    if key.startswith("random.") or key in [
-        f"extra.{name}" for name in ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS)
-    ]:
+    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS)
+    if key.startswith("random.") or key in [f"extra.{name}" for name in newer]:
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]
