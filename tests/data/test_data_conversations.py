@@ -17,7 +17,7 @@ from PIL import Image
 
 from hetmesh.data import check_meta, check_sample, make_source
 from hetmesh.data.chat import DEFAULT_TEMPLATE
-from hetmesh.data.images import ImageProcessor
+from hetmesh.data.images.image_processor import ImageProcessor
 from hetmesh.errors import RecipeError, SampleError
 
 WORDS = ["USER:", "ASSISTANT:", "what", "is", "this", "and", "a", "cat", "dog", "be", "kind", "user", "assistant"]
@@ -137,27 +137,29 @@ def test_a_template_whose_answers_do_not_end_is_noted(root):
     unended = DEFAULT_TEMPLATE.replace("{{ eos_token }}", " ")
     data = source(root, talk("what is this", "a cat"), chat_template=unended)
     assert said(data)[1] == ["a cat"]
-    (note,) = data.notes
+    (note,) = data.abilities.notes()
     assert "does not learn to stop" in note
-    assert "writes </s> behind" in note
+    assert "writes </s> after" in note
     assert data.end_ids == (data._chat.tokenizer.eos_token_id,)
-    assert source(root, talk("what is this", "a cat")).notes == ()
+    assert source(root, talk("what is this", "a cat")).abilities.notes() == ()
 
 
 def test_what_a_template_writes_behind_its_generation_prompt_is_noted(root):
     form = "{% for m in messages %}{{ m.role }} THINK{{ m.content }} <|end|> {% endfor %}"
     asks = "{% if add_generation_prompt %}assistant {% endif %}"
-    (note,) = source(root, talk("what", "a cat"), chat_template=form.replace("THINK", "be kind ") + asks).notes
+    (note,) = source(
+        root, talk("what", "a cat"), chat_template=form.replace("THINK", "be kind ") + asks
+    ).abilities.notes()
     assert "writes 'be kind ' between its generation prompt and an answer: it is no target" in note
     for template in (form.replace("THINK", "") + asks, form.replace("THINK", "be kind ")):
-        assert source(root, talk("what", "a cat"), chat_template=template).notes == ()
+        assert source(root, talk("what", "a cat"), chat_template=template).abilities.notes() == ()
 
 
 def test_a_template_that_writes_nothing_for_an_image_is_noted(root):
     parts = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
     written = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
     template = f"{{% for m in messages %}}{{{{ m.role }}}} {written} <|end|> {{% endfor %}}"
-    (note,) = source(root, talk([image(), text(" what")], "a cat"), chat_template=template).notes
+    (note,) = source(root, talk([image(), text(" what")], "a cat"), chat_template=template).abilities.notes()
     assert "writes nothing for a part of type 'image': texts have '<image>' in its place" in note
 
 
@@ -320,7 +322,7 @@ def test_each_bad_option_names_its_key(root, tmp_path):
         ({"placeholders": {"video": "<image>"}}, r"unknown kinds of media \['video'\]; valid are \['image', 'audio'\]"),
         ({"placeholders": {"image": "<image>", "audio": "<image>"}}, "needs a token of its own"),
         ({"tokenizer": str(root / "clip")}, r"\[data.options\] tokenizer = '.*clip'"),
-        ({"image_processor": str(root / "tokenizer")}, "image_processor = .*cannot read preprocessor_config.json"),
+        ({"image_processor": str(root / "tokenizer")}, "image_processor = .*preprocessor_config.json cannot be read"),
         ({"split": "validation"}, "'validation' needs validation_path, got 'validation'"),
         ({"chat": 1}, "options .* unexpected keyword argument 'chat'|it takes"),
     ):

@@ -8,7 +8,7 @@ import pytest
 from test_data_conversations import image, root, talk, text  # noqa: F401
 
 from hetmesh.cli.check import checked
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve import samples

@@ -11,9 +11,9 @@ from PIL import Image
 from test_data_conversations import image, root, source, talk  # noqa: F401
 
 from hetmesh.data import make_source
-from hetmesh.data.digit_files import read_digit
-from hetmesh.data.images import ImageProcessor
-from hetmesh.data.index import build_index
+from hetmesh.data.digits import read_digit
+from hetmesh.data.images.image_processor import ImageProcessor
+from hetmesh.data.metadata_index import build_index
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.patch_order import PatchOrder
 

@@ -170,7 +170,7 @@ def test_u27_samples_in_another_order_are_refused_and_mended_ones_are_not():
     for size in (8, 500):
         state = Loader(Tiny(size), 3).state_dict()
         with pytest.raises(
-            RecipeError, match=r"of \d+ samples of data.source looked at, \d+ are others .* at place 0: it"
+            RecipeError, match=r"\d+ of the \d+ samples of data.source .* have changed, .* at place 0: it"
         ):
             Loader(Named(range(size)[::-1]), 3).load_state_dict(state)
         Loader(Named([1, *range(1, size)]), 3).load_state_dict(state)  # the first is another one
@@ -190,12 +190,12 @@ def test_u27_each_source_of_a_mixture_is_looked_at(b):
     """The longest one for its share says how long an epoch is, so others may change unnoticed."""
     state = mixed(range(500), range(8)).state_dict()
     told = r"number of samples of each source of data\.mixture was a 500, b 8 and is a 500, b 6" if len(b) == 6 else (
-        r"of 8 samples of \[\[data\.mixture\]\] 'b' looked at, 8 are others .*, the first at place 500: it"
+        r"8 of the 8 samples of \[\[data\.mixture\]\] 'b' .* changed, the first at place 500: it"
     )  # fmt: skip
     with pytest.raises(RecipeError, match=told):
         mixed(range(500), b).load_state_dict(state)
     (mended,) = mixed(range(500), [9, *range(1, 8)]).load_state_dict(state)
-    assert mended.startswith("of 8 samples of [[data.mixture]] 'b' looked at, 1 are others")
+    assert mended.startswith("1 of the 8 samples of [[data.mixture]] 'b' that were checked have changed")
     del state["parts"], state["part_lengths"]  # as older checkpoints lack them
     assert mixed(range(500), b).load_state_dict(state) == []
 
@@ -210,7 +210,7 @@ class Retokenized(Tiny):
 
 def test_u27_samples_whose_metadata_tells_nothing_are_told_apart_by_their_tokens():
     state = Loader(Tiny(8), 3).state_dict()
-    with pytest.raises(RecipeError, match=r"8 are others .* its text becomes other tokens, or it is another one"):
+    with pytest.raises(RecipeError, match=r"8 of the 8 .* its text becomes other tokens, or it is another one"):
         Loader(Retokenized(8), 3).load_state_dict(state)
     state["source"] = " ".join(each[:8] for each in state["source"].split())  # as older checkpoints have it
     Loader(Retokenized(8), 3).load_state_dict(state)

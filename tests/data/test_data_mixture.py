@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.data import DigitsSource, Loader, MixtureSource, SyntheticSource, make_source
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 

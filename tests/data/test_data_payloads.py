@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hetmesh.data import DigitsSource, Sample
-from hetmesh.data.payloads import Direct, SplitSources, Unreadable, Wanted
-from hetmesh.data.workers import InWorkers, packed, unpacked
+from hetmesh.data.payload_workers import InWorkers, packed, unpacked
+from hetmesh.data.payloads import Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.errors import LoaderError, SampleError
 from hetmesh.models.collate import stacked
 
@@ -91,7 +91,7 @@ def same(a, b):
 def test_workers_load_the_same_samples_whatever_was_announced_and_asked_for():
     state = torch.get_rng_state()
     more = [[wanted(20, 21)], [wanted(22), wanted(23, 24)]]
-    with InWorkers(sources(), 2, 2, timeout=60) as workers, Direct(sources()) as direct:
+    with InWorkers(sources(), 2, 2, timeout=60) as workers, Payloads(sources()) as direct:
         workers.announce([wanted(1, 2, 3), wanted(4), wanted(5, 5)])
         workers.when_idle(lambda: workers.announce(more.pop(0)) if more else None)
         for request in (

@@ -13,7 +13,7 @@ import torch
 
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.expand import expand, expand_tokens
-from hetmesh.data.recordings import RecordingProcessor
+from hetmesh.data.media_reader import RecordingProcessor
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.audio_calls import Frames, PaddedFrames
 from hetmesh.recipe.recipe import parse_recipe

@@ -16,9 +16,9 @@ from test_data_conversations import image, root, talk, text  # noqa: F401
 
 from hetmesh.cli import main
 from hetmesh.data import check_sample, make_source
-from hetmesh.data.index import build_index
-from hetmesh.data.metas import metas_of
-from hetmesh.data.spans import FileSpan
+from hetmesh.data.metadata_index import build_index
+from hetmesh.data.source import metas_of
+from hetmesh.data.stores.store import FileSpan
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MetaArrays

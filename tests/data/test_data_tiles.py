@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hetmesh.data.images import ImageProcessor
+from hetmesh.data.images.image_processor import ImageProcessor
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.item_calls import AnyResolutionTiles
 

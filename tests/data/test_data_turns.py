@@ -14,7 +14,7 @@ from PIL import Image
 from test_data_conversations import PARTS, image, root, said, source, talk, text  # noqa: F401
 
 from hetmesh.data.find_conversations import Conversations, find_conversations
-from hetmesh.data.inline import inline
+from hetmesh.data.stores.store import data_url
 from hetmesh.data.turns import turns_of
 from hetmesh.errors import RecipeError, SampleError
 
@@ -98,12 +98,12 @@ def test_who_speaks():
 def test_media_in_a_record():
     data = b"12345"
     url = "data:audio/x-wav;charset=x;base64," + base64.b64encode(data).decode()
-    item = inline(url, lambda: url)
+    item = data_url(url, lambda: url)
     assert (item.name, item.length, item.read(), item.open().read()) == ("inline.wav", 5, data, data)
     with pytest.raises(OSError, match="is no data URL of base64"):
-        inline("data:,hello", str)
+        data_url("data:,hello", str)
     with pytest.raises(OSError, match="is no base64"):
-        inline("data:image/png;base64,A", lambda: "data:image/png;base64,A").read()
+        data_url("data:image/png;base64,A", lambda: "data:image/png;base64,A").read()
 
 
 def test_images_in_the_record_and_addresses(root):  # noqa: F811

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.data.loader import Loader
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.export.export import AS_DIRECTORY, DTYPES, export, export_last
 from hetmesh.models import pretrained_of
 from hetmesh.models.split.encoder_half import HfEncoderAdapter

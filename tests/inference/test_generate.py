@@ -11,10 +11,8 @@ import torch
 from PIL import Image
 
 from hetmesh.cli import generate
-from hetmesh.data.continued import Continued, answer_start
-from hetmesh.data.digit_files import read_digit
-from hetmesh.data.digits import DigitsSource, data_set
-from hetmesh.data.end_tokens import end_tokens
+from hetmesh.data.answers import Continued, answer_start, end_tokens
+from hetmesh.data.digits import DigitsSource, data_set, read_digit
 from hetmesh.data.source import PromptSource
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta

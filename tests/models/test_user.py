@@ -16,7 +16,7 @@ from torch import nn
 
 import hetmesh.models.user
 from hetmesh._own_code import import_named
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import BoundarySpec
 from hetmesh.models import make_adapters

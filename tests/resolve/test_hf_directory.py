@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from hetmesh.cli import main
-from hetmesh.data.continued import answer_start
+from hetmesh.data.answers import answer_start
 from hetmesh.errors import SampleError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve

@@ -21,15 +21,15 @@ from PIL import Image
 
 from hetmesh.checkpoint.reading import Planner, unpacked
 from hetmesh.cost import Profile, load_machine
-from hetmesh.data import template_bounds
-from hetmesh.data.digit_files import read_digit
-from hetmesh.data.images import ImageProcessor
-from hetmesh.data.index import load_index
-from hetmesh.data.npy import npy_shape
-from hetmesh.data.recordings import RecordingProcessor
-from hetmesh.data.stores import TarShards
-from hetmesh.data.tables import Tables
-from hetmesh.data.tiles import tiling_of
+from hetmesh.data import chat_template
+from hetmesh.data.digits import read_digit
+from hetmesh.data.images.image_processor import ImageProcessor
+from hetmesh.data.images.image_tiles import tiling_of
+from hetmesh.data.media_reader import RecordingProcessor
+from hetmesh.data.metadata_index import load_index
+from hetmesh.data.stores.store import npy_shape
+from hetmesh.data.stores.table_rows import Tables
+from hetmesh.data.stores.tar_shards import TarShards
 from hetmesh.errors import CheckpointError, HetmeshError, RecipeError, SampleError
 from hetmesh.export.directory_files import copy_files
 from hetmesh.files import from_json, place_in, read_file
@@ -238,14 +238,14 @@ def test_headers_of_tar_members_that_are_none(field, value, tmp_path):
 def test_a_template_comes_to_an_end(monkeypatch):
     from jinja2 import Environment
 
-    monkeypatch.setattr(template_bounds, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MAX_TRIAL_SECONDS", 0.2)
     loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     endless = Environment().from_string(loops)
-    with pytest.raises(RecipeError, match="comes to no end"), template_bounds.ending(loops, "key"):
+    with pytest.raises(RecipeError, match="comes to no end"), chat_template.time_limit(loops, "key"):
         _tried(endless)
-    with pytest.raises(RecipeError, match="power"), template_bounds.ending("{{ 9 ** 9 }}", "key"):
+    with pytest.raises(RecipeError, match="power"), chat_template.time_limit("{{ 9 ** 9 }}", "key"):
         pass
-    with template_bounds.ending("{{ f(**a) }} ** {{ f(1, **a) }}", "key"):
+    with chat_template.time_limit("{{ f(**a) }} ** {{ f(1, **a) }}", "key"):
         pass
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetmesh.data import Loader, workers
+from hetmesh.data import Loader, payload_workers
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.source import wants
 from hetmesh.errors import SampleError
@@ -126,7 +126,9 @@ def test_samples_that_cannot_be_read_are_left_out_on_all_ranks_named_and_counted
 
 def test_a_trainer_that_is_killed_while_it_takes_a_tensor_leaves_no_traceback_of_the_loader(capsys):
     """Found by `soak.py kills`, in 2 of 200: the thread of multiprocessing that hands tensors over printed one."""
-    workers._without_lost_connections(ConnectionResetError, ConnectionResetError(104, "Connection reset by peer"), None)
+    payload_workers._without_lost_connections(
+        ConnectionResetError, ConnectionResetError(104, "Connection reset by peer"), None
+    )
     assert capsys.readouterr().err == ""
-    workers._without_lost_connections(ValueError, ValueError("a fault"), None)
+    payload_workers._without_lost_connections(ValueError, ValueError("a fault"), None)
     assert "ValueError: a fault" in capsys.readouterr().err

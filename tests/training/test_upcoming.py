@@ -10,7 +10,7 @@ import torch
 from hetmesh import boundary, layout
 from hetmesh.data import Loader
 from hetmesh.data.digits import DigitsSource
-from hetmesh.data.payloads import Direct, SplitSources
+from hetmesh.data.payloads import Payloads, SplitSources
 from hetmesh.errors import SampleError
 from hetmesh.graph import Edge
 from hetmesh.recipe.recipe import load_recipe
@@ -37,7 +37,7 @@ class Broken(DigitsSource):
         return super().meta(index)
 
 
-class Noted(Direct):
+class Noted(Payloads):
     """Payloads that are loaded here, and keep what was announced."""
 
     def __init__(self, sources):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from hetmesh.cli import main
 from hetmesh.data.chat import Chat
-from hetmesh.data.images import ImageProcessor
+from hetmesh.data.images.image_processor import ImageProcessor
 from hetmesh.errors import SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve

@@ -37,10 +37,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from hetmesh.data import Loader, make_source
 from hetmesh.data.chat import DEFAULT_TEMPLATE
-from hetmesh.data.images import ImageProcessor
-from hetmesh.data.index import build_index
+from hetmesh.data.images.image_processor import ImageProcessor
+from hetmesh.data.metadata_index import build_index
+from hetmesh.data.payload_workers import InWorkers
 from hetmesh.data.payloads import SplitSources
-from hetmesh.data.workers import InWorkers
 from hetmesh.models.collate import stacked
 from word_tokenizer import save_word_tokenizer
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
-from hetmesh.data.registry import SOURCES
+from hetmesh.data.recipe_sources import SOURCES
 from word_tokenizer import save_word_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "<image>", "<audio>", "USER:", "ASSISTANT:", "what", "cat", "dog"]

@@ -20,8 +20,8 @@ import xxhash
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
-from hetmesh.data.index import build_index
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.metadata_index import build_index
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import HetmeshError
 from hetmesh.files import read_file, to_json

@@ -16,8 +16,8 @@ from fuzzing.reader_inputs import RECIPES, TEMPLATE, Kind, options, read_source,
 from hetmesh.cli import main as hetmesh
 from hetmesh.cost import MACHINES, Coefficients, Profile, layer_kind, load_machine
 from hetmesh.cost.fitted import PARTS
-from hetmesh.data import end_tokens, make_source, template_bounds
-from hetmesh.data.digit_files import read_digit
+from hetmesh.data import answers, chat_template, make_source
+from hetmesh.data.digits import read_digit
 from hetmesh.data.find_conversations import find_conversations
 from hetmesh.data.lengths import read_lengths
 from hetmesh.errors import HetmeshError
@@ -37,7 +37,7 @@ def make_bases(root: Path) -> None:
     import datasets
 
     reader_inputs.make_bases(root)
-    template_bounds.SECONDS = 0.5  # instead of 5: some inputs of a hundred take it
+    chat_template.MAX_TRIAL_SECONDS = 0.5  # instead of 5: some inputs of a hundred take it
     datasets.disable_progress_bars()
     datasets.config.HF_DATASETS_CACHE = root / "cache"  # tables are unpacked there
     _plans(root / "recipes")
@@ -146,7 +146,7 @@ def _copied(folder: Path, rng: random.Random) -> None:
 
 def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
-    end_tokens._configured(folder / "model")
+    answers.configured_end_tokens(folder / "model")
     recipe = _recipe(folder)
     void(self_check_process.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
 

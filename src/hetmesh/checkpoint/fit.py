@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from hetmesh.boundary import World
 from hetmesh.checkpoint.reading import first_of, gathered
 from hetmesh.checkpoint.resume import RunState, listed
-from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
+from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 
@@ -47,7 +47,8 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    if key.startswith("random.") or key in [f"extra.{name}" for name in ("run", PROBES, PART_PROBES, PART_LENGTHS)]:
+    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS)
+    if key.startswith("random.") or key in [f"extra.{name}" for name in newer]:
         return True
     prefix = "optimizer.state."
     parameter = key.removeprefix(prefix).rpartition(".")[0]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from hetmesh.recipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from hetmesh.data.source import Source
     from hetmesh.resolve.resolved import ResolvedRecipe
 
 
@@ -66,6 +65,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
     Raises:
         RecipeError: everything that is wrong, a line each.
     """
+    from hetmesh.data.source import abilities_of
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable
     from hetmesh.resolve.refusals import check_run
@@ -97,13 +97,5 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
             notes += check_media_files(recipe, held_out, range(count), "validation ")
     refusals.finish()
     assert resolved is not None
-    notes = [*resolved.notes, *notes, *_notes(resolved.source)]
+    notes = [*resolved.notes, *notes, *abilities_of(resolved.source).notes()]
     return resolved, [*summary(resolved), *(f"note: {note}" for note in notes)]
-
-
-def _notes(source: Source) -> list[str]:
-    """What sources say of themselves, each once."""
-    from hetmesh.data.mixture import MixtureSource
-
-    parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
-    return list(dict.fromkeys(note for part in parts for note in getattr(part, "notes", ())))

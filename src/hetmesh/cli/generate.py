@@ -76,7 +76,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
-    from hetmesh.data.in_memory import MemorySource
+    from hetmesh.data.synthetic import MemorySource
     from hetmesh.inference.generate import prompt_source
 
     asker = prompt_source(model.resolved.source, model.resolved.recipe)
@@ -92,7 +92,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
-    from hetmesh.data.continued import answer_start
+    from hetmesh.data.answers import answer_start
     from hetmesh.data.source import QuestionSource
     from hetmesh.resolve.samples import held_out_source
 
@@ -117,7 +117,7 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 
 
 def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namespace) -> list[int]:
-    from hetmesh.data.end_tokens import end_tokens
+    from hetmesh.data.answers import end_tokens
     from hetmesh.inference.generate import answer_tokens
 
     ends = end_tokens(model.resolved.source, model.resolved.recipe)
@@ -130,5 +130,7 @@ def _tokens(model: OneProcess, source: Source, index: int, args: argparse.Namesp
 
 def _text(model: OneProcess, tokens: Sequence[int]) -> str:
     """Tokens as text where the source can tell, else as numbers."""
-    decode = getattr(model.resolved.source, "decode", None)
+    from hetmesh.data.source import abilities_of
+
+    decode = abilities_of(model.resolved.source).decode
     return " ".join(map(str, tokens)) if decode is None else decode(tokens)

@@ -32,8 +32,8 @@ def index_data(keys: Data) -> Iterator[str]:
     Raises:
         RecipeError: a source cannot be made, or has nothing to index.
     """
-    from hetmesh.data.index import Indexed, build_index, load_index
-    from hetmesh.data.registry import make_source
+    from hetmesh.data.metadata_index import Indexed, build_index, load_index
+    from hetmesh.data.recipe_sources import make_source
 
     tables = [(table, split) for table in keys.mixture or (keys,) for split in ("train", "validation")]
     for table, split in tables:

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_content import broken_lines, check_replacements, content_form, joins_texts, left_out
-from hetmesh.data.template_bounds import ending
+from hetmesh.data.chat_template import broken_lines, check_replacements, content_form, joins_texts, left_out, time_limit
 from hetmesh.data.turns import unread_keys
 from hetmesh.errors import RecipeError, SampleError
 
@@ -40,7 +39,7 @@ class Chat:
     """A tokenizer with its chat template.
 
     Args:
-        folder: a Hugging Face directory with a fast tokenizer; no code of its own is run.
+        folder: a Hugging Face directory with a fast tokenizer, none of whose code is run.
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
         replacements: what the template writes for an item -> what is put in its place, as a model's processor does.
@@ -48,7 +47,7 @@ class Chat:
         key: prefix of the recipe keys in errors.
 
     Raises:
-        RecipeError: there is no such tokenizer, a placeholder is no token of its own, or the template does not write
+        RecipeError: there is no such tokenizer, a placeholder is not one token, or the template does not write
             what is to be replaced.
     """
 
@@ -72,12 +71,13 @@ class Chat:
             raise RecipeError(f"{key} tokenizer = '{folder}': {' '.join(str(error).split())}") from error
         if not tokenizer.is_fast:
             raise RecipeError(
-                f"{key} tokenizer = '{folder}': {type(tokenizer).__name__} does not tell which characters a token "
+                f"{key} tokenizer = '{folder}': {type(tokenizer).__name__} does not say which characters a token "
                 "stands for; convert it to a fast one (a tokenizer.json)"
             )
         self.tokenizer = tokenizer
-        own = tokenizer.chat_template  # or several by name
-        self.template = template or (own.get("default") if isinstance(own, Mapping) else own) or DEFAULT_TEMPLATE
+        stored = tokenizer.chat_template  # or several by name
+        default = stored.get("default") if isinstance(stored, Mapping) else stored
+        self.template = template or default or DEFAULT_TEMPLATE
         self.vocab_size = len(tokenizer)
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special |= set(tokenizer.all_special_tokens)
@@ -87,17 +87,17 @@ class Chat:
             raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
         self._replacements, self._adds = dict(replacements or {}), special_tokens
         self.reserved = frozenset((*self.texts.values(), *self._replacements))
-        with ending(self.template, key):
+        with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
-            """Kinds of media behind which the template begins a new line."""
+            """Kinds of media after which the template begins a new line."""
             self.joins_texts = joins_texts(self._apply, self._form)
             check_replacements(self._apply, self._form, self.texts, self._replacements, key)
             with contextlib.suppress(SampleError):  # it may want more of a conversation
                 self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
-        # Padding is never looked at, so any token but a placeholder does.
         self._backend = _backend_of(tokenizer, list(placeholders.values()), special_tokens)
+        # Padding is never looked at, so any token but a placeholder will do.
         self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
 
     def _placeholder(self, kind: str, text: str, key: str) -> int:
@@ -114,32 +114,27 @@ class Chat:
         """The tokens of a conversation of `(role, text)` turns; those of the turns `untrained` are no targets.
 
         Targets are the assistant's words and the special token that ends its turn; a token that begins in the text
-        before counts too. Never the first token, and no placeholder.
-
-        Raises:
-            SampleError: the template fails, or changes what the assistant says.
-        """
+        before counts too. Never the first token, and no placeholder. Raises SampleError: the template fails, or changes
+        what the assistant says."""
         marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        own = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
+        answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
         text = self._render(sample_id, messages)
         marked = [(role, marks[i] if role == "assistant" else said) for i, (role, said) in enumerate(messages)]
-        spans = self._spans(sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in own])
-        spans = [span for i, span in zip(own, spans, strict=True) if i not in untrained]
-        given = self.tokenizer(text, add_special_tokens=self._adds_to(text), return_offsets_mapping=True)
-        ids = tuple(given["input_ids"])
+        spans = self._spans(
+            sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in answers]
+        )
+        spans = [span for i, span in zip(answers, spans, strict=True) if i not in untrained]
+        encoding = self.tokenizer(text, add_special_tokens=self._adds_to(text), return_offsets_mapping=True)
+        ids = tuple(encoding["input_ids"])
         fixed = set(self.placeholders.values())
         chosen = [
             i > 0 and token not in fixed and start < stop and any(a < stop and start < b for a, b in spans)
-            for i, (token, (start, stop)) in enumerate(zip(ids, given["offset_mapping"], strict=True))
+            for i, (token, (start, stop)) in enumerate(zip(ids, encoding["offset_mapping"], strict=True))
         ]
         return Encoded(ids, _runs(chosen))
 
     def ids(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """The tokens of `encode` alone, in half the time.
-
-        Raises:
-            SampleError: the template fails.
-        """
+        """The tokens of `encode` alone, in half the time. Raises SampleError: the template fails."""
         text = self._render(sample_id, messages)
         if self._backend is not None:
             return tuple(self._backend.encode(text, add_special_tokens=self._adds_to(text)).ids)
@@ -149,11 +144,8 @@ class Chat:
         """The tokens of a conversation up to where the assistant speaks next.
 
         They end with the template's own generation prompt, where `encode` has that before what the assistant says too;
-        else with what it has there, without spaces at the end, which tokenizers give to the word that follows.
-
-        Raises:
-            SampleError: the template fails.
-        """
+        else with what it has there, without spaces at the end, which tokenizers give to the word that follows. Raises
+        SampleError: the template fails."""
         mark = "\ue000"
         before, found, _ = self._render(sample_id, [*messages, ("assistant", mark)]).partition(mark)
         if not found:
@@ -165,29 +157,29 @@ class Chat:
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the tokenizer's EOS, and the special token that ends the assistant's turn."""
-        found = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        return tuple(dict.fromkeys([*found, *([] if self._turn_end is None else [self._turn_end])]))
+        ends = (self.tokenizer.eos_token_id, self._turn_end)
+        return tuple(dict.fromkeys(token for token in ends if token is not None))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What somebody who trains with this template should know."""
-        found = [
+        notes = [
             f"the chat template writes nothing for a part of type {kind!r}: texts have {self.texts[kind]!r} in its "
             "place, without any tokens around it that the model may know"
             for kind in left_out(self._apply, self._form, self.texts)
         ]
         if not self._ends_turns():
             eos = self.tokenizer.eos_token or "the token that ends one"
-            found.append(
+            notes.append(
                 "the chat template ends an answer without a special token: the model does not learn to stop; a "
-                f"chat_template in [data.options] that writes {eos} behind the assistant's turn teaches it"
+                f"chat_template in [data.options] that writes {eos} after the assistant's turn teaches it"
             )
         if (between := self._before_answers()).strip():
-            found.append(
+            notes.append(
                 f"the chat template writes {between!r} between its generation prompt and an answer: it is no target, "
-                "and whoever generates from that prompt has the model write it untaught"
+                "and whoever generates from that prompt has the model write what it was not taught"
             )
-        return tuple(found)
+        return tuple(notes)
 
     def _before_answers(self) -> str:
         """What stands between the generation prompt and what the assistant says."""
@@ -202,7 +194,7 @@ class Chat:
     def _ends_turns(self) -> bool:
         try:
             return self._turn_end is not None
-        except SampleError:  # the template asks more of a conversation, and says so of the data
+        except SampleError:  # the template asks more of a conversation; its errors are about the data
             return True
 
     @cached_property
@@ -224,19 +216,14 @@ class Chat:
 
     def check_unread(self, sample_id: str, messages: Sequence[tuple[str, str]], record: Mapping[str, Any]) -> None:
         """Check that the template writes the same when it gets all keys of the turns of `record`, of which `messages`
-        have roles and contents alone.
-
-        Raises:
-            SampleError: it writes something else, or fails.
-        """
+        have roles and contents alone. Raises SampleError: it writes something else, or fails."""
         unread = unread_keys(record)
         turns = self.turns(messages) if any(unread) else []
         for key in dict.fromkeys(key for keys in unread for key in keys):
-            given = [
-                {**turn, **({key: keys[key]} if key in keys else {})} for turn, keys in zip(turns, unread, strict=True)
-            ]
+            pairs = zip(turns, unread, strict=True)
+            complete = [{**turn, **({key: keys[key]} if key in keys else {})} for turn, keys in pairs]
             try:
-                reads = self._apply(given) != self._render(sample_id, messages)
+                reads = self._apply(complete) != self._render(sample_id, messages)
             except SampleError:
                 raise
             except Exception:  # a template may raise anything
@@ -254,9 +241,8 @@ class Chat:
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
 
     def _apply(self, turns: Sequence[Mapping[str, Any]], asks: bool = False) -> str:
-        text = self.tokenizer.apply_chat_template(
-            turns, chat_template=self.template, tokenize=False, add_generation_prompt=asks
-        )
+        options = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": asks}
+        text = self.tokenizer.apply_chat_template(turns, **options)
         if not self._replacements:
             return text
         pattern = "|".join(map(re.escape, self._replacements))

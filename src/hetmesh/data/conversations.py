@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,27 +16,24 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.image_settings import COMBINED, FILE
-from hetmesh.data.index import SUFFIX, content_hash, file_states, load_index
-from hetmesh.data.inline import inline
-from hetmesh.data.media_reader import KEY, MediaReader
-from hetmesh.data.metas import metas_one_by_one
-from hetmesh.data.open_store import check_exist, find_files, open_store
-from hetmesh.data.recordings import FRAMES
-from hetmesh.data.source import Sample, wants
-from hetmesh.data.spans import FileSpan
-from hetmesh.data.stores import Blob, Record, extension
+from hetmesh.data.images.image_settings import COMBINED, FILE
+from hetmesh.data.media_reader import FRAMES, KEY, MediaReader
+from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
+from hetmesh.data.source import Sample, SourceAbilities, wants
+from hetmesh.data.stores.open_store import check_exist, find_files, open_store
+from hetmesh.data.stores.store import Blob, FileSpan, Record, data_url
+from hetmesh.data.stores.tar_shards import extension
 from hetmesh.data.turns import DATA_URL, MARKS, check_unread, is_file_name, media_of, turns_of, untrained_turns
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
 
 KINDS = ("image", "audio")
-SMALL = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FILE, COMBINED)
+SETTINGS_FILES = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FILE, COMBINED)
 """Files of a tokenizer or processor that metadata depends on."""
 
-REMEMBERED = 4096
-"""Conversations whose tokens are remembered: metadata and payload of a batch ask for the same ones."""
+CACHED_CONVERSATIONS = 4096
+"""Whose tokens are remembered: metadata and payload of a batch ask for the same ones."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,15 @@ class _Conversation:
 
 
 class ConversationsSource:
-    """One conversation per record: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`, or as LLaVA has it:
+    """One conversation per record: `{"id": ..., "messages": [{"role": ..., "content": ...}, ...]}`, or in LLaVA's form:
     `{"id": ..., "image": FILE, "conversations": [{"from": "human", "value": "<image>..."}, {"from": "gpt", ...}]}`.
 
     `content` is a text, or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}`,
     `{"type": "audio", "audio": FILE}`, or as OpenAI and transformers write them (`turns.py`); media may be data URLs,
     and are never downloaded. Roles are those that the tokenizer's chat template knows. The assistant's turns are the
-    targets, but for those with `"weight": 0` or `"train": false`. In the text an item becomes its placeholder token,
-    right where its part stands.
-
-    Metadata needs the text alone; an image's header is read only where the size of the result depends on it. With an
-    index (`hetmesh index`) it needs neither.
+    targets, but for those with `"weight": 0` or `"train": false`. In the text an item becomes its placeholder token.
+    Metadata needs the text alone, and an image's header where the size of the result depends on it; with an index
+    (`hetmesh index`) neither.
 
     Args:
         path: a JSON file (one record per line, or a list), tar shards (`"shards/*.tar"`, as webdataset has them), or
@@ -71,17 +67,16 @@ class ConversationsSource:
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
         audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
-        image_tiles: whether images are cut into tiles, as many as suit their size, by the processors of which hetmesh
-            knows it (LLaVA-OneVision's, InternVL's); absent: as the directory says.
+        image_tiles: whether images are cut into tiles by processors that can (LLaVA-OneVision's, InternVL's); absent:
+            as the directory says.
         audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
-            and how many it had before is known to the model), or its `"own"`.
+            and the model gets the number before padding), or its `"own"`.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent. No file elsewhere is read; a list
             names further folders in which files may lie.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
         pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
-        validation_path: the same of held-out conversations.
-        split: `"train"` or `"validation"`.
+        validation_path: the same of held-out conversations, those of the split `"validation"`.
         index: use the index beside the data (`hetmesh index`), if there is one.
         replacements: what the chat template writes for an item -> what is put in its place, with the placeholder in it,
             before anything is tokenised.
@@ -119,24 +114,19 @@ class ConversationsSource:
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
         places = [media_folder] if isinstance(media_folder, str) else list(media_folder or ())
-        given = [*folders.items(), *(("media_folder", each) for each in places)]
-        check_exist({"path": path, "validation_path": validation_path}, given, KEY)
+        named = [*folders.items(), *(("media_folder", place) for place in places)]
+        check_exist({"path": path, "validation_path": validation_path}, named, KEY)
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
-        self._chat = Chat(
-            Path(tokenizer).expanduser(),
-            placeholders,
-            chat_template,
-            replacements=replacements,
-            special_tokens=special_tokens,
-        )
+        writes: dict[str, Any] = {"replacements": replacements, "special_tokens": special_tokens}
+        self._chat = Chat(Path(tokenizer).expanduser(), placeholders, chat_template, **writes)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         self.placeholders: Mapping[str, int] = self._chat.placeholders
         self._reader = MediaReader(
             image_processor, audio_processor, pad_to_square=pad_to_square, tiles=image_tiles, frames=audio_frames
         )
-        options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template}
-        options |= {"pad_to_square": pad_to_square, "replacements": replacements, "special_tokens": special_tokens}
+        options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template, **writes}
+        options["pad_to_square"] = pad_to_square
         if image_processor is not None:  # older indices have sizes before images were turned as EXIF says
             options["images"] = "upright"
         if audio_frames != "padded":  # older indices do not name it
@@ -145,22 +135,16 @@ class ConversationsSource:
             options["image_tiles"] = image_tiles
         if self._chat.breaks:
             options["breaks"] = sorted(self._chat.breaks)
-        read = [Path(each).expanduser() for each in folders.values() if each is not None]
-        self._small = {
-            "the options of [data]": options,
-            "tokenizer or processors": content_hash(
-                file for each in read for file in sorted(each.iterdir()) if file.name in SMALL
-            ),
-        }
-        self._key = f"{KEY} {name}"
-        found = None
+        read = [Path(folder).expanduser() for folder in folders.values() if folder is not None]
+        files = [file for folder in read for file in sorted(folder.iterdir()) if file.name in SETTINGS_FILES]
+        self._settings = {"the options of [data]": options, "tokenizer or processors": content_hash(files)}
+        key, indexed = f"{KEY} {name}", None
+        self._known: MetaArrays | None
         if index:
-            states = self._states(find_files(str(self.path), self._key))
-            found = load_index(self.index_path, self._small | states)
-        self._known: MetaArrays | None = None if found is None else found[0]
-        arrays = None if found is None else found[1]
-        self._store = open_store(str(self.path), [Path(each).expanduser() for each in places], self._key, arrays)
-        self._conversation = lru_cache(REMEMBERED)(self._read)
+            indexed = load_index(self.index_path, self._inputs(find_files(str(self.path), key)))
+        self._known, arrays = (None, None) if indexed is None else indexed
+        self._store = open_store(str(self.path), [Path(place).expanduser() for place in places], key, arrays)
+        self._conversation = lru_cache(CACHED_CONVERSATIONS)(self._read)
 
     def __len__(self) -> int:
         return len(self._store)
@@ -174,35 +158,26 @@ class ConversationsSource:
     @property
     def index_inputs(self) -> Mapping[str, Any]:
         """What its metadata depends on."""
-        return self._small | self._states(self._store.files)
+        return self._inputs(self._store.files)
 
     @property
     def store_arrays(self) -> Mapping[str, np.ndarray]:
         """Where its records lie in the files."""
         return self._store.arrays
 
-    def _states(self, files: Sequence[Path]) -> dict[str, Any]:
-        return {"the files of the data": file_states(files)}
-
-    def metas(self, indices: Sequence[int]) -> MetaArrays:
-        """The metadata of these samples as arrays: from the index, or without one from their texts."""
-        if self._known is not None:
-            return self._known.take(indices)
-        return metas_one_by_one(self, indices)
+    def _inputs(self, files: Sequence[Path]) -> dict[str, Any]:
+        return {**self._settings, "the files of the data": file_states(files)}
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of conversation `index`.
-
-        Raises:
-            SampleError: the record is no conversation, or a media file of changing size cannot be read.
-        """
+        """Metadata of conversation `index`. Raises SampleError: it is none, or a media file of changing size cannot be
+        read."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         if self._known is not None:
             return self._known.meta(index)
         conversation = self._conversation(index)
-        kinds = {token: kind for kind, token in self.placeholders.items()}
-        positions = [i for i, token in enumerate(conversation.encoded.ids) if token in kinds]
+        fixed = set(self.placeholders.values())
+        positions = [i for i, token in enumerate(conversation.encoded.ids) if token in fixed]
         items = tuple(
             self._reader.item(conversation.id, kind, blob, position, alone=conversation.alone)
             for position, (kind, blob) in zip(positions, conversation.media, strict=True)
@@ -211,11 +186,7 @@ class ConversationsSource:
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The conversation with its images (`[3, height, width]`, or as tiles `[tiles, 3, height, width]`) and its
-        recordings (`[mel bins, frames]`), float32.
-
-        Raises:
-            SampleError: a media file cannot be read.
-        """
+        recordings (`[mel bins, frames]`), float32. Raises SampleError: a media file cannot be read."""
         conversation = self._conversation(index)
         media: dict[str, list[Tensor]] = {}
         read = conversation.size
@@ -225,59 +196,56 @@ class ConversationsSource:
                 media.setdefault(kind, []).append(tensor)
                 read += size
         needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
-        return Sample(
-            conversation.id, torch.from_numpy(np.array(conversation.encoded.ids, np.int64)), media, read, needed
-        )
+        tokens = torch.from_numpy(np.array(conversation.encoded.ids, np.int64))
+        return Sample(conversation.id, tokens, media, read, needed)
+
+    @property
+    def abilities(self) -> SourceAbilities:
+        """All that there are; with an index it has the metadata of its samples as arrays."""
+        metas = None if self._known is None else self._known.take
+        return SourceAbilities(metas, self.check_files, self.decode, lambda: self.end_ids, lambda: self._chat.notes)
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         return self._chat.end_ids
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What `hetmesh check` says of the form of its conversations."""
-        return self._chat.notes
-
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
         """A question in the form that the conversations have, up to where the assistant speaks.
 
-        Items are at the marks of the text (`<image>`, `<audio>`), or before it where it has none.
-
-        Raises:
-            SampleError: another number of marks than items, or a file that cannot be read.
-        """
+        Items are at the marks of the text (`<image>`, `<audio>`), or before it where it has none. Raises SampleError:
+        another number of marks than items, or a file that cannot be read."""
         name, files = "question", [str(path) for _, path in media]
         parts: Any = [*({"type": kind, kind: file} for (kind, _), file in zip(media, files, strict=True)), text]
         if any(mark in text for mark in MARKS):
-            given = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
+            by_kind = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
+            record = {**by_kind, "conversations": [{"from": "human", "value": text}]}
             try:
-                ((_, parts),) = turns_of(
-                    {**given, "conversations": [{"from": "human", "value": text}]}, self._chat.breaks
-                )
+                ((_, parts),) = turns_of(record, self._chat.breaks)
             except ValueError as error:
                 raise SampleError(f"{name}: {error}") from error
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         if any(part["type"] not in part for part in parts):
             raise SampleError(f"{name}: more marks in the text than files, of which there are {len(files)}")
         named: list[tuple[str, str | None]] = []
-        turns = [("user", self._text(name, parts, named))]
-        ids = self._chat.prompt(name, turns)
-        tokens = {token: kind for kind, token in self.placeholders.items()}
-        if (found := [tokens[token] for token in ids if token in tokens]) != [kind for kind, _ in named]:
-            raise SampleError(f"{name}: the chat template makes placeholders of {found} of {[k for k, _ in named]}")
+        ids = self._chat.prompt(name, [("user", self._text(name, parts, named))])
+        if (written := self._kinds_in(ids)) != [kind for kind, _ in named]:
+            raise SampleError(f"{name}: the chat template makes placeholders of {written} of {[k for k, _ in named]}")
         blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
-        asked = copy.copy(self)
-        asked._known = None
         conversation = _Conversation(name, Encoded(ids, ()), blobs, 0)
-        asked._conversation = lambda _: conversation  # type: ignore[assignment]
+        asked = copy.copy(self)
+        asked._known, asked._conversation = None, lambda _: conversation  # type: ignore[assignment]
         return asked.meta(0), asked.load(0)
+
+    def _kinds_in(self, tokens: Sequence[int]) -> list[str]:
+        """Kinds of the media for which there are placeholders among `tokens`, in order."""
+        kinds = {token: kind for kind, token in self.placeholders.items()}
+        return [kinds[token] for token in tokens if token in kinds]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token."""
-        ids = list(map(int, tokens))
-        stop = next((i for i, token in enumerate(ids) if token in self.end_ids), len(ids))
-        return self._chat.tokenizer.decode(ids[:stop], skip_special_tokens=True).strip()
+        ids = itertools.takewhile(lambda token: token not in self.end_ids, map(int, tokens))
+        return self._chat.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
     def turns(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[str, Blob]]]:
         """Conversation `index` as the chat template takes it, and its media in order."""
@@ -285,14 +253,9 @@ class ConversationsSource:
         return self._chat.turns(messages), media
 
     def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
-        """Look for the media files that conversation `index` names, of these kinds. None is opened.
-
-        Returns:
-            Extensions of the tar members beside it that it does not name, which nobody reads.
-
-        Raises:
-            SampleError: the record is no conversation, or a file is not there.
-        """
+        """Look for the media files that conversation `index` names, of these kinds, and open none. Gives the extensions
+        of the tar members beside it that it does not name, which nobody reads. Raises SampleError: the record is no
+        conversation, or a file is not there."""
         stored, name, messages, media = self._record(index)
         for kind, blob in media:
             try:
@@ -311,11 +274,9 @@ class ConversationsSource:
             encoded = self._chat.encode(name, messages, untrained_turns(stored.value))
         else:  # the index has the targets
             encoded = Encoded(self._chat.ids(name, messages), ())
-        kinds = {token: kind for kind, token in self.placeholders.items()}
-        found = [kinds[token] for token in encoded.ids if token in kinds]
-        if found != [kind for kind, _ in media]:
+        if (written := self._kinds_in(encoded.ids)) != (kinds := [kind for kind, _ in media]):
             raise SampleError(
-                f"sample {name!r}: its text has placeholders of {found}, its media are {[kind for kind, _ in media]}; "
+                f"sample {name!r}: its text has placeholders of {written}, its media are {kinds}; "
                 "does the chat template drop some, or add its own?"
             )
         return _Conversation(name, encoded, tuple(media), stored.size)
@@ -334,7 +295,7 @@ class ConversationsSource:
             untrained_turns(record)  # whose weights are read with the tokens
             check_unread(record, self._chat.joins_texts)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if record is not None and type(error) is ValueError:  # in words of its own
+            if record is not None and type(error) is ValueError:  # whose text says what is wrong
                 raise SampleError(f"sample {name!r}: {error}") from error
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
@@ -349,11 +310,11 @@ class ConversationsSource:
                 media.append((kind, self._blob(index, at, kind, value, before)))
             except (OSError, ValueError) as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
-        for kind, held in self._store.held(index).items():
+        for kind, count in self._store.media_counts(index).items():
             used = sum(other == kind for other, _ in named)
-            if kind in self.placeholders and held != used:
+            if kind in self.placeholders and count != used:
                 raise SampleError(
-                    f"sample {name!r}: its row holds {held} of {kind!r} and its conversation has a place for {used}; "
+                    f"sample {name!r}: its row holds {count} of {kind!r} and its conversation has a place for {used}; "
                     f"name each in `content`, or leave {kind!r} out of {KEY} placeholders"
                 )
         return stored, name, messages, media
@@ -363,7 +324,7 @@ class ConversationsSource:
         if value is None or is_file_name(value):
             return self._store.media(index, kind, value, before)
         if value.startswith(DATA_URL):
-            return inline(value, lambda: list(media_of(turns_of(self._store.record(index).value)))[at][1])
+            return data_url(value, lambda: list(media_of(turns_of(self._store.record(index).value)))[at][1])
         if value.startswith("file://"):
             return self._store.media(index, kind, unquote(urlsplit(value).path), before)
         raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")

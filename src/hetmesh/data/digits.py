@@ -16,8 +16,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from hetmesh.data.digit_files import read_digit
-from hetmesh.data.source import Sample, wants
+from hetmesh.data.images.image_processor import load_upright, open_image
+from hetmesh.data.source import Sample, SourceAbilities, wants
+from hetmesh.data.stores.store import MALFORMED_FILE, FileSpan
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
@@ -29,11 +30,12 @@ _TOKEN = {text: token for token, text in enumerate(VOCABULARY)}
 
 HELD_OUT_IMAGES = 360
 """Images of the validation split, about one in five, drawn once for all seeds."""
+SIDE = 8  # pixels of an image
 MAX_READ = 6
 SUM_IMAGES = 2
 MAX_ADDEND = 19
 HELD_OUT_ADDITIONS = 5
-"""One in so many additions is asked in the validation split only."""
+"""One in five additions is asked in the validation split only."""
 KINDS = ("read", "sum", "add")
 WEIGHTS = (0.4, 0.3, 0.3)
 """Share of each kind among the questions."""
@@ -69,8 +71,6 @@ class DigitsSource:
     split of no seed uses any of these images, or asks any of these additions.
 
     Args:
-        split: `"train"` or `"validation"`.
-        seed: another seed gives other questions.
         max_images: the most images that a `read` question has.
         max_strip: the most digits side by side in one image: 1 gives 8x8 images, more gives images of 8x8 to 8 x 8
             `max_strip` pixels, as many as it takes to show the question's digits, cut at random.
@@ -83,6 +83,7 @@ class DigitsSource:
 
     vocab_size = len(VOCABULARY)
     pad_id = PAD
+    end_ids = (END,)
     placeholders = MappingProxyType({"image": IMAGE})
 
     def __init__(
@@ -96,11 +97,8 @@ class DigitsSource:
             raise RecipeError(f"digits: max_strip must be at least 1, got {max_strip}")
         if not (0 <= tail < math.inf):
             raise RecipeError(f"digits: tail must be a number from 0 on, got {tail}")
-        self.max_images = max_images
-        self.max_strip = max_strip
-        self.tail = tail
-        self.split = split
-        self.seed = seed
+        self.max_images, self.max_strip, self.tail = max_images, max_strip, tail
+        self.split, self.seed = split, seed
         # Metadata and payload of a question are asked for one after the other.
         self.ask = functools.lru_cache(maxsize=4096)(self._ask)
 
@@ -108,11 +106,7 @@ class DigitsSource:
         return LENGTHS[self.split]
 
     def _ask(self, index: int) -> Question:
-        """Question `index`.
-
-        Raises:
-            IndexError: `index` is not in `0..len(self)-1`.
-        """
+        """Question `index`. Raises IndexError: `index` is not in `0..len(self)-1`."""
         if not 0 <= index < len(self):
             raise IndexError(f"digits: index {index} is not in 0..{len(self) - 1}")
         # Of random.Random only random() is promised to give the same numbers in every Python version.
@@ -165,9 +159,8 @@ class DigitsSource:
             draw = random.Random(f"{self.seed}/{self.split}/{index}/noise").random
             pixels += NOISE * np.array([2 * draw() - 1 for _ in range(pixels.size)], np.float32).reshape(pixels.shape)
         digits = torch.from_numpy(pixels / 8 - 1).unsqueeze(1)
-        images = (
-            tuple(torch.cat(part.unbind(), dim=-1) for part in digits.split(question.strips)) if len(digits) else ()
-        )
+        strips = digits.split(question.strips) if len(digits) else ()
+        images = tuple(torch.cat(strip.unbind(), dim=-1) for strip in strips)
         return Sample(self._id(index), tokens, {"image": images})
 
     def kind(self, index: int) -> str:
@@ -192,29 +185,26 @@ class DigitsSource:
         return "".join(known[: known.index("<end>")] if "<end>" in known else known)
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The end token."""
-        return (END,)
+    def abilities(self) -> SourceAbilities:
+        """It decodes its answers."""
+        return SourceAbilities(decode=self.decode, end_ids=lambda: self.end_ids)
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
         """A question as those of the source: `read`, `sum` (of 2 images) or `add 3+4`. Images become 8x8 (see
-        `read_digit`); without `<image>` in the text they come behind its first word, as they do in the source.
-
-        Raises:
-            SampleError: a character that no question has, another number of images, or a file that is none.
-        """
+        `read_digit`); without `<image>` in the text they follow its first word, as they do in the source. Raises
+        SampleError: a character that no question has, another number of images, or a file that is none."""
         if other := sorted({kind for kind, _ in media} - {"image"}):
             raise SampleError(f"digits: questions have images, no {other[0]!r}")
-        given = text.strip().removesuffix("=")
-        if media and "<image>" not in given:
-            given = f"{given} {'<image>' * len(media)}"
-        if wrong := sorted(set(given.replace("<image>", "")) - set(_TOKEN)):
+        asked = text.strip().removesuffix("=")
+        if media and "<image>" not in asked:
+            asked = f"{asked} {'<image>' * len(media)}"
+        if wrong := sorted(set(asked.replace("<image>", "")) - set(_TOKEN)):
             raise SampleError(
                 f"digits: no question has the character {wrong[0]!r}; ask 'read' or 'sum' of images, or 'add 3+4'"
             )
-        if not media and given.partition(" ")[0] in ("read", "sum"):
-            raise SampleError(f"digits: {given!r} is about images, and none is given: --image FILE")
-        tokens = torch.tensor(_encode(given + "="))
+        if not media and asked.partition(" ")[0] in ("read", "sum"):
+            raise SampleError(f"digits: {asked!r} is about images, and none is given: --image FILE")
+        tokens = torch.tensor(_encode(asked + "="))
         places = torch.nonzero(tokens == IMAGE).flatten().tolist()
         if len(places) != len(media):
             raise SampleError(f"digits: the question has {len(places)} places for images, given are {len(media)}")
@@ -224,6 +214,30 @@ class DigitsSource:
 
     def _id(self, index: int) -> str:
         return f"digits/{self.split}/{index}"
+
+
+def read_digit(path: Path) -> torch.Tensor:
+    """An image file as float32 `[1, 8, 8]`, values -1 (paper) to 1 (ink), as the demo's own images are.
+
+    The colour at the border is paper, what differs from it most is ink, so both black on white and white on black will
+    do. An image of another size is averaged over 8x8 fields. Raises SampleError: the file cannot be read, or is of one
+    colour."""
+    from PIL import Image
+
+    try:
+        with FileSpan(path).open() as file, open_image(file) as image:
+            load_upright(image)
+            pixels = np.asarray(image.convert("L"), np.float32)
+            border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+            ink = np.abs(pixels - np.median(border))
+            if ink.max() == 0:
+                raise SampleError(f"{path}: the image has one colour, there is no digit in it")
+            small = Image.fromarray(ink / ink.max()).resize((SIDE, SIDE), Image.Resampling.BOX)
+    except (OSError, ValueError, Image.DecompressionBombError, *MALFORMED_FILE) as error:
+        if isinstance(error, SampleError):
+            raise
+        raise SampleError(f"{path} cannot be read as an image: {error or type(error).__name__}") from error
+    return torch.from_numpy(np.array(small) * 2 - 1).unsqueeze(0)
 
 
 def text_art(images: np.ndarray) -> str:

@@ -16,7 +16,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 AUDIO = len(VOCABULARY)
-"""The placeholder of a recording, behind the vocabulary of the digits."""
+"""The placeholder of a recording, after the vocabulary of the digits."""
 
 ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)
 """Hz: a key sounds with the tone of its row and that of its column (ITU-T Q.23)."""
@@ -34,15 +34,7 @@ NOISE = 1.0
 
 class OmniDigitsSource(DigitsSource):
     """The questions of `DigitsSource`, each digit given as an image or as the tone pair of its key on a telephone,
-    made when it is loaded, with noise.
-
-    Args:
-        split, seed, max_images: as of `DigitsSource`.
-        tones: share of the digits that are tones.
-
-    Raises:
-        RecipeError: as `DigitsSource`, or `tones` is no share.
-    """
+    made when it is loaded, with noise; `tones` is the share of the digits that are tones."""
 
     vocab_size = len(VOCABULARY) + 1
     placeholders = MappingProxyType({"image": IMAGE, "audio": AUDIO})

@@ -1,7 +1,7 @@
 """From a source's samples to the sequences that the modules see: one placeholder token per row, cut to `seq_len`.
 
-`expand` works on metadata and is pure, so every rank plans the same shapes without loading anything; `expand_tokens`
-then does exactly the same to a payload. Nothing is ever padded to make counts agree.
+`Expander` expands the metadata of many samples at once. It is pure, so every rank plans the same shapes without loading
+anything. `expand_tokens` then does exactly the same to a payload. Nothing is ever padded to make counts agree.
 
 **What is cut.** A sample longer than `seq_len` keeps the longest prefix of at most `seq_len` tokens that ends outside
 a media item. So a media item survives whole or is dropped whole, every surviving target still sees the whole context
@@ -13,22 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from hetmesh.data.check import check_meta, check_sample
+from hetmesh.data.sample_checks import check_meta, check_sample
 from hetmesh.data.source import Sample, wants
-from hetmesh.errors import SampleError
-from hetmesh.graph.meta_arrays import PositionIds
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, shape_of, size_of
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
-ItemRows = Mapping[str, Callable[[tuple[int, ...]], int]]
-"""Kind of media -> function from an item's `extent` to the rows that reach the sequence for it."""
+RowCount = Callable[[tuple[int, ...]], int]
+"""From a media item's `extent` to a number of rows."""
 
-ModuleRows = Mapping[str, tuple[str | None, Callable[[tuple[int, ...]], int]]]
-"""Per module the kind of media that it works on, and the rows that it emits for an item of an `extent`."""
+ItemRows = Mapping[str, RowCount]
+"""Kind of media -> the rows that reach the sequence for an item."""
+
+ModuleRows = Mapping[str, tuple[str | None, RowCount]]
+"""Per module the kind of media that it reads, and the rows that it emits for an item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,6 @@ class Expansion:
     """An expanded sample and what was cut off it.
 
     Attributes:
-        meta: the expanded metadata.
         dropped_media: the media items that did not fit, as the source gave them.
         dropped_tokens: expanded tokens that were cut, placeholders of the dropped media included.
     """
@@ -44,6 +45,138 @@ class Expansion:
     meta: SampleMeta
     dropped_media: tuple[MediaItem, ...] = ()
     dropped_tokens: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class ExpandedArrays:
+    """Many expanded samples; of each, how many media items and expanded tokens were cut, int64 `[n]`."""
+
+    metas: MetaArrays
+    dropped_media: np.ndarray
+    dropped_tokens: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Expander:
+    """Gives every media item its rows: its placeholder becomes that many; positions and target spans move along. An
+    item that takes exactly its rows already (a source that expands by itself) is left as it is.
+
+    Attributes:
+        seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
+        module_rows: fills `SampleMeta.rows`, with what is left after the cut.
+        position_ids: fills `SampleMeta.position_ids`; it is given the expanded and cut metadata.
+
+    Raises:
+        RecipeError: `seq_len` is below 1.
+    """
+
+    item_rows: ItemRows
+    seq_len: int | None = None
+    module_rows: ModuleRows | None = None
+    position_ids: PositionIds | None = None
+
+    def __post_init__(self) -> None:
+        if self.seq_len is not None and self.seq_len < 1:
+            raise RecipeError(f"[training] seq_len = {self.seq_len} must be at least 1")
+
+    def __call__(self, meta: SampleMeta) -> Expansion:
+        """Expand one sample. Raises SampleError: see `check`."""
+        self.check(meta)
+        expanded = self.all(MetaArrays.of([meta]))
+        (cut,) = expanded.metas
+        return Expansion(cut, meta.media[len(cut.media) :], int(expanded.dropped_tokens[0]))
+
+    def check(self, meta: SampleMeta) -> None:
+        """Check that a sample can be expanded. Raises SampleError: a kind of media that no encoder reads; an item whose
+        placeholders are neither 1 nor its rows; malformed metadata; nothing fits into `seq_len`."""
+        check_meta(meta)
+        if meta.position_ids is not None:
+            raise SampleError(f"sample {meta.id!r}: position_ids are set after expansion, by the model that needs them")
+        rows = [self._checked_rows(meta.id, item) for item in meta.media]
+        if self.seq_len is not None and rows and meta.media[0].position == 0 and rows[0] > self.seq_len:
+            raise SampleError(
+                f"sample {meta.id!r}: nothing fits into seq_len {self.seq_len}: its first {meta.media[0].name!r} takes "
+                f"{rows[0]} rows; raise [training] seq_len or shrink the item"
+            )
+
+    def _checked_rows(self, sample_id: str, item: MediaItem) -> int:
+        if item.name not in self.item_rows:
+            raise SampleError(
+                f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
+                f"{sorted(self.item_rows)} (a boundary's `at`)"
+            )
+        try:
+            rows = self.item_rows[item.name](item.extent)
+        except SampleError as error:  # an adapter knows shapes, not samples
+            raise SampleError(f"sample {sample_id!r}: {error}") from error
+        if rows < 1:
+            raise SampleError(
+                f"sample {sample_id!r}: a {item.name!r} of shape {item.extent} makes {rows} rows, need >= 1"
+            )
+        if item.rows not in (1, rows):
+            raise SampleError(
+                f"sample {sample_id!r}: the {item.name!r} at position {item.position} has {item.rows} placeholder "
+                f"tokens and its encoder makes {rows} rows; give 1 placeholder, or {rows}"
+            )
+        return rows
+
+    def refusals(self, metas: MetaArrays) -> dict[int, SampleError]:
+        """The errors of the samples that `check` refuses, by their place, ascending. Only suspicious samples are looked
+        at one by one."""
+        suspects = _perhaps_malformed(metas)
+        suspects[list(metas.unreadable)] = True
+        suspects[[i for i, meta in enumerate(metas.given) if meta.position_ids is not None]] = True
+        rows, placeholders = self._item_rows(metas), metas.items[:, 2]
+        np.logical_or.at(suspects, metas.sample_of_item, (rows < 1) | ((placeholders != 1) & (placeholders != rows)))
+        if self.seq_len is not None:
+            np.logical_or.at(suspects, metas.sample_of_item, (metas.items[:, 1] == 0) & (rows > self.seq_len))
+        errors = {}
+        for i in np.flatnonzero(suspects).tolist():
+            try:
+                self.check(metas.meta(i))
+            except SampleError as error:
+                errors[i] = error
+        return errors
+
+    def all(self, metas: MetaArrays) -> ExpandedArrays:
+        """Expand samples of which `check` refuses none."""
+        n, (kinds, positions, placeholders) = len(metas), metas.items[:, :3].T
+        rows, sample = self._item_rows(metas), metas.sample_of_item
+        added = np.concatenate([[0], np.cumsum(rows - placeholders)])  # tokens that the items before each one add
+        first = added[metas.item_ends]
+        positions = positions + added[:-1] - first[sample]
+        lengths = metas.tokens + np.diff(first)
+        ends = lengths if self.seq_len is None else np.minimum(lengths, self.seq_len)
+        if self.seq_len is not None:
+            split = (positions < self.seq_len) & (positions + rows > self.seq_len)  # at most one item of a sample
+            ends[sample[split]] = positions[split]
+        fits = positions < ends[sample]
+        counts = np.bincount(sample[fits], minlength=n)
+        targets, target_ends = _expanded_targets(metas, added, first, ends)
+        expanded = replace(
+            metas,
+            tokens=ends,
+            targets=targets,
+            target_ends=target_ends,
+            items=np.column_stack([kinds, positions, rows, metas.items[:, 3:]])[fits],
+            item_ends=np.concatenate([[0], np.cumsum(counts)]),
+            unreadable={},
+            rows=self._module_rows(metas, fits),
+            position_ids=self.position_ids,
+            given=(),
+        )
+        return ExpandedArrays(expanded, np.diff(metas.item_ends) - counts, lengths - ends)
+
+    def _item_rows(self, metas: MetaArrays) -> np.ndarray:
+        """Rows of each media item, int64 `[m]`; 0 where the model makes none of it."""
+        return _counts_of_extents(metas, {kind: self.item_rows.get(kind) for kind in metas.kinds})
+
+    def _module_rows(self, metas: MetaArrays, fits: np.ndarray) -> dict[str, np.ndarray]:
+        rows = {}
+        for module, (media, count) in (self.module_rows or {}).items():
+            counts = _counts_of_extents(metas, {kind: count if kind == media else None for kind in metas.kinds})
+            rows[module] = metas.sum_of_items(np.where(fits, counts, 0))
+        return rows
 
 
 def expand(
@@ -54,91 +187,80 @@ def expand(
     module_rows: ModuleRows | None = None,
     position_ids: PositionIds | None = None,
 ) -> Expansion:
-    """Give every media item its rows: its placeholder becomes that many; positions and target spans move along.
-
-    An item that takes exactly its rows already (a source that expands by itself) is left as it is.
-
-    Args:
-        meta: as a source gives it.
-        item_rows: for every kind of media, the rows of one item.
-        seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
-        module_rows: fills `SampleMeta.rows`, with what is left after the cut.
-        position_ids: fills `SampleMeta.position_ids`; it is given the expanded and cut metadata.
-
-    Raises:
-        SampleError: a kind of media that no encoder reads; an item whose placeholders are neither 1 nor its rows;
-            malformed metadata; nothing fits into `seq_len`.
-    """
-    check_meta(meta)
-    if meta.position_ids is not None:
-        raise SampleError(f"sample {meta.id!r}: position_ids are set after expansion, by the model that needs them")
-
-    items: list[MediaItem] = []
-    added = 0  # tokens that the items so far have added
-    for item in meta.media:
-        rows = _rows(meta.id, item, item_rows)
-        items.append(replace(item, position=item.position + added, rows=rows))
-        added += rows - item.rows
-
-    moves = [(old.position, new.rows - old.rows) for old, new in zip(meta.media, items, strict=True)]
-
-    def shifted(position: int) -> int:
-        """Where a source position outside media items moves to."""
-        return position + sum([more for before, more in moves if before < position])
-
-    total = end = meta.tokens + added
-    if seq_len is not None and total > seq_len:
-        end = min([seq_len, *(i.position for i in items if i.position < seq_len < i.position + i.rows)])
-    if end == 0 < total:
-        raise SampleError(
-            f"sample {meta.id!r}: nothing fits into seq_len {seq_len}: its first {items[0].name!r} takes "
-            f"{items[0].rows} rows; raise [training] seq_len or shrink the item"
-        )
-    kept = tuple([i for i in items if i.position < end])
-    targets = [(shifted(start), min(shifted(stop - 1) + 1, end)) for start, stop in meta.targets]
-    expanded = SampleMeta(meta.id, end, kept, tuple([(a, b) for a, b in targets if a < b]))
-    if module_rows is not None:
-        emitted = MappingProxyType(
-            {
-                module: sum([count(item.extent) for item in kept if item.name == kind])
-                for module, (kind, count) in module_rows.items()
-            }
-        )
-        expanded = SampleMeta(meta.id, end, kept, expanded.targets, emitted)
-    if position_ids is not None and (positions := position_ids(expanded)) is not None:
-        expanded = replace(expanded, position_ids=positions)
-    return Expansion(expanded, meta.media[len(kept) :], total - end)
+    """One sample, expanded by an `Expander` of these options."""
+    return Expander(item_rows, seq_len, module_rows, position_ids)(meta)
 
 
-def _rows(sample_id: str, item: MediaItem, item_rows: ItemRows) -> int:
-    if item.name not in item_rows:
-        raise SampleError(
-            f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
-            f"{sorted(item_rows)} (a boundary's `at`)"
-        )
-    try:
-        rows = item_rows[item.name](item.extent)
-    except SampleError as error:  # an adapter knows shapes, not samples
-        raise SampleError(f"sample {sample_id!r}: {error}") from error
-    if rows < 1:
-        raise SampleError(f"sample {sample_id!r}: a {item.name!r} of shape {item.extent} makes {rows} rows, need >= 1")
-    if item.rows not in (1, rows):
-        raise SampleError(
-            f"sample {sample_id!r}: the {item.name!r} at position {item.position} has {item.rows} placeholder tokens "
-            f"and its encoder makes {rows} rows; give 1 placeholder, or {rows}"
-        )
-    return rows
+def _counts_of_extents(metas: MetaArrays, counts: Mapping[str, RowCount | None]) -> np.ndarray:
+    """Per media item the count of its kind for its extent, which is asked for once per extent; 0 where it is refused,
+    or its kind has no count. int64 `[m]`."""
+    extents = np.concatenate([metas.items[:, :1], metas.items[:, 3:]], axis=1)
+    key, size = np.zeros(len(extents), np.int64), 1
+    for column in extents.T:
+        column = column - column.min(initial=0)
+        base = int(column.max(initial=0)) + 1
+        key, size = key * base + column, size * base
+    if size >= 1 << 62:  # shapes so large that their numbers do not fit into one
+        key = np.unique(extents, axis=0, return_inverse=True)[1].reshape(-1)
+    _, places, inverse = np.unique(key, return_index=True, return_inverse=True)
+    rows = []
+    for kind, *shape in extents[places].tolist():
+        count = counts[metas.kinds[kind]]
+        try:
+            rows.append(0 if count is None else count(shape_of(shape) + size_of(shape)))
+        except SampleError:
+            rows.append(0)
+    return np.array(rows, np.int64)[inverse.reshape(-1)] if len(extents) else np.zeros(0, np.int64)
 
 
-def blank(meta: SampleMeta, placeholders: Mapping[str, int], pad_id: int, kinds: Collection[str] | None) -> Sample:
-    """A payload without content of the shapes that the expanded `meta` promises: padding, and media of zeros."""
-    tokens = np.full(meta.tokens, pad_id, np.int64)
-    media: dict[str, list[torch.Tensor]] = {}
-    for item in meta.media:
-        tokens[item.position : item.position + item.rows] = placeholders[item.name]
-        if wants(kinds, item.name):
-            media.setdefault(item.name, []).append(torch.zeros(item.shape))
-    return Sample(meta.id, torch.from_numpy(tokens), media)
+def _perhaps_malformed(metas: MetaArrays) -> np.ndarray:
+    """Which samples `check_meta` may refuse, all that it refuses among them; bool `[n]`."""
+    width = int(max(metas.tokens.max(initial=0), 0)) + 1
+    everything = np.ones(len(metas), bool)
+    if width * len(metas) >= 1 << 62:  # positions would overflow below
+        return everything
+    bad = metas.tokens < 1
+    sample = metas.sample_of_item
+    start, rows = metas.items[:, 1], metas.items[:, 2]
+    stop = start + rows
+    wrong = (rows < 1) | (start < _previous(stop, metas.item_ends, 0)) | (stop > metas.tokens[sample])
+    np.logical_or.at(bad, sample, wrong)
+    first, last = metas.targets.T
+    target_sample = np.repeat(np.arange(len(metas)), np.diff(metas.target_ends))
+    outside = (first >= last) | (last > metas.tokens[target_sample])
+    np.logical_or.at(bad, target_sample, outside | (first < _previous(last, metas.target_ends, 1)))
+    if bad.any():  # the search below needs positions in order
+        return everything
+    # Samples laid end to end: a span covers an item that starts before its end and does not stop before its start.
+    starts, stops, at = sample * width + start, sample * width + stop, target_sample * width
+    covers = np.searchsorted(starts, at + last) > np.searchsorted(stops, at + first, side="right")
+    bad[target_sample[covers]] = True
+    return bad
+
+
+def _previous(values: np.ndarray, ends: np.ndarray, first: int) -> np.ndarray:
+    """The value before each one within its sample; `first` for those at its start."""
+    out = np.concatenate([[first], values[:-1]])[: len(values)]
+    out[ends[:-1][np.diff(ends) > 0]] = first
+    return out
+
+
+def _expanded_targets(
+    metas: MetaArrays, added: np.ndarray, first: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The target spans after expansion, as far as they lie before the `ends` of their samples, and their own ends."""
+    sample = np.repeat(np.arange(len(metas)), np.diff(metas.target_ends))
+    width = int(metas.tokens.max(initial=0)) + 1
+    items = metas.sample_of_item * width + metas.items[:, 1]
+
+    def moved(positions: np.ndarray) -> np.ndarray:
+        return positions + added[np.searchsorted(items, sample * width + positions)] - first[sample]
+
+    starts = moved(metas.targets[:, 0])
+    stops = np.minimum(moved(metas.targets[:, 1] - 1) + 1, ends[sample])
+    fits = starts < stops
+    counts = np.bincount(sample[fits], minlength=len(metas))
+    return np.column_stack([starts, stops])[fits], np.concatenate([[0], np.cumsum(counts)])
 
 
 def expand_tokens(
@@ -148,12 +270,10 @@ def expand_tokens(
     placeholders: Mapping[str, int],
     kinds: Collection[str] | None = None,
 ) -> Sample:
-    """Do to a payload what `expand` did to its metadata: repeat placeholders, cut, drop media that did not fit.
+    """Do to a payload what an `Expander` did to its metadata: repeat placeholders, cut, drop media that did not fit.
 
     Args:
-        sample: as the source loads it.
-        source_meta: as the source gives it.
-        expanded: the result of `expand` on `source_meta`.
+        source_meta: as the source gives it; `expanded` was made of it.
         placeholders: kind of media -> token id.
         kinds: the kinds of media that were asked for; None: all.
 
@@ -165,14 +285,13 @@ def expand_tokens(
     tokens = sample.tokens.numpy()
     if source_meta.media:
         repeats = np.ones(source_meta.tokens, np.int64)
-        for given, item in zip(source_meta.media, expanded.media, strict=False):  # what was dropped is at the end
-            if given.rows == 1:
-                repeats[given.position] = item.rows
+        for item, cut in zip(source_meta.media, expanded.media, strict=False):  # what was dropped is at the end
+            if item.rows == 1:
+                repeats[item.position] = cut.rows
         tokens = np.repeat(tokens, repeats)
-    wanted = [name for name in placeholders if wants(kinds, name)]
-    media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in wanted}
+    media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in placeholders}
     return replace(
         sample,
         tokens=torch.from_numpy(tokens[: expanded.tokens]),
-        media={name: tensors for name, tensors in media.items() if tensors},
+        media={name: tensors for name, tensors in media.items() if tensors and wants(kinds, name)},
     )

@@ -1,4 +1,4 @@
-"""Where a folder has its conversations, and where the files start that they name: what `hetmesh init` asks."""
+"""Where a folder has its conversations, and where the files that they name start: what `hetmesh init` asks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.open_store import open_store
-from hetmesh.data.stores import JsonFile, Store, TarShards
-from hetmesh.data.tables import TABLES
+from hetmesh.data.stores.open_store import JsonFile, open_store
+from hetmesh.data.stores.store import Store
+from hetmesh.data.stores.table_rows import TABLES
+from hetmesh.data.stores.tar_shards import TarShards
 from hetmesh.data.turns import is_file_name, media_of, turns_of
 from hetmesh.errors import HetmeshError, RecipeError
 
@@ -22,35 +23,28 @@ FORMS = (
     "one conversation per line of a .jsonl or in the list of a .json, as {messages: [{role, content}]} or as "
     "{image, conversations: [{from, value}]}; or .tar shards, or .parquet or .arrow tables of them"
 )
-_LOOKED_AT = 20  # records, for the folder where media files start
+_TRIED_RECORDS = 20  # for the folder where media files start
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What a recipe's `[data.options]` say of where data are.
-
-    Attributes:
-        path: of the conversations, a pattern where there are several files.
-        validation_path: of held-out ones; empty if none are to be seen.
-        media_folder: where relative names of media start; empty: the folder of `path`.
-    """
+    """What a recipe's `[data.options]` say of where data are; empty: no held-out ones, or the folder of `path`."""
 
     path: str
     validation_path: str = ""
     media_folder: str = ""
 
 
-def find_conversations(given: str, media_folder: str | None = None, key: str = "--data") -> Conversations:
-    """The conversations that `given` names: a file, a pattern of files, or a folder that has them.
+def find_conversations(path: str, media_folder: str | None = None, key: str = "--data") -> Conversations:
+    """The conversations that `path` names: a file, a pattern of files, or a folder that has them.
 
     Args:
         media_folder: where relative names of media start, if it is known.
-        key: what errors begin with.
 
     Raises:
         RecipeError: there are none, or several; none in a form that is read; media files that they name are not there.
     """
-    root = Path(given).expanduser()
+    root = Path(path).expanduser()
     if not root.is_dir() or (root / "dataset_info.json").is_file():
         store = open_store(str(root), (), key)
         start = Path(store.files[0]).parent
@@ -59,9 +53,9 @@ def find_conversations(given: str, media_folder: str | None = None, key: str = "
     held_out = [name for name in groups if _is_held_out(name)]
     train = [name for name in groups if name not in held_out]
     if len(train) > 1 or (not train and len(held_out) > 1):
-        raise RecipeError(f"{key} = {given!r}: several files hold conversations: {', '.join(sorted(groups))}; name one")
+        raise RecipeError(f"{key} = {path!r}: several files hold conversations: {', '.join(sorted(groups))}; name one")
     if not groups:
-        raise RecipeError(f"{key} = {given!r}: no conversations in it: {FORMS}")
+        raise RecipeError(f"{key} = {path!r}: no conversations in it: {FORMS}")
     name = (train or held_out)[0]
     validation = held_out[0] if train and len(held_out) == 1 else ""
     store = groups[name]
@@ -89,10 +83,8 @@ def _pattern(files: list[Path], alike: list[Path], key: str) -> str:
     """What names `files` and none of the others that are alike."""
     if len(files) < 2:
         return str(files[0]) if files else ""
-    common = files[0].name
-    while not all(file.name.startswith(common) for file in files):
-        common = common[:-1]
-    pattern = f"{common}*{files[0].suffix}"
+    start = os.path.commonprefix([file.name for file in files])  # noqa: RUF071  (of characters, not of folders)
+    pattern = f"{start}*{files[0].suffix}"
     if any(file.match(pattern) for file in alike if file not in files):
         raise RecipeError(
             f"{key} = '{files[0].parent}': no pattern names {files[0].name}, {files[1].name} ... and leaves out the "
@@ -116,7 +108,7 @@ def _opened(path: str, key: str) -> Store | None:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    return (each for each in sorted(root.iterdir()) if each.is_dir() and not each.name.startswith("."))
+    return (entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _is_held_out(name: str) -> bool:
@@ -127,14 +119,12 @@ def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: st
     """The first of `candidates` under which the media files of some conversations are; empty for `start`."""
     if not isinstance(store, JsonFile):
         return ""
-    names = [name for i in range(min(len(store), _LOOKED_AT)) for name in _media_names(store.record(i).value)]
-    relative = [name for name in names if not Path(name).is_absolute()]
-    folders = list(candidates)
-    for folder in folders:
-        if all(os.path.isfile(folder / name) for name in relative):
-            return "" if folder == start else str(folder)
-    lacking = [[name for name in relative if not os.path.isfile(folder / name)] for folder in folders]
-    fewest, folder = min(zip(lacking, folders, strict=True), key=lambda each: len(each[0]))
+    records = [store.record(i).value for i in range(min(len(store), _TRIED_RECORDS))]
+    relative = [name for record in records for name in _media_names(record) if not Path(name).is_absolute()]
+    missing = {folder: [name for name in relative if not os.path.isfile(folder / name)] for folder in candidates}
+    folder, fewest = min(missing.items(), key=lambda item: len(item[1]))
+    if not fewest:
+        return "" if folder == start else str(folder)
     where = "neither beside it nor in a folder there" if fewest == relative else f"not in {folder}, as others are"
     raise RecipeError(
         f"{key}: {store.path} names {fewest[0]!r}, which is {where}; keep media "
@@ -143,7 +133,7 @@ def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: st
 
 
 def _media_names(record: Any) -> Iterator[str]:
-    """The files that a record names; nothing of a record that cannot be read, which the data source tells better."""
+    """The files that a record names; nothing of a record that cannot be read, which the data source reports better."""
     try:
         turns = turns_of(record)
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -14,9 +14,9 @@ import numpy as np
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_json
 
-MOST = 2**24
-"""Tokens of a sample."""
-_LONGEST = 1 << 20  # characters of a line: a device may have no end
+MAX_TOKENS = 2**24
+"""Of a sample."""
+_MAX_LINE = 1 << 20  # characters: a device may have no end
 _EXAMPLE = '{"vision": 1024, "llm": 700}'
 
 
@@ -25,7 +25,6 @@ class Lengths:
     """How many tokens each sample of a file has.
 
     Attributes:
-        path: of the file.
         modules: every name that occurs, in the order in which they do.
         tokens: int64 `[samples, modules]`; what a line leaves out is 0.
         lines: int64 `[samples]`: where each was read, 1 for the first line.
@@ -46,25 +45,25 @@ class Lengths:
 
 
 def read_lengths(path: str | Path, valid: Collection[str] | None = None) -> Lengths:
-    """Read a file of lengths: on each line one sample, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module.
-
-    Args:
-        valid: the names that there are; None: any.
-
-    Raises:
-        RecipeError: the file cannot be read, has no samples, or a line is something else.
-    """
+    """Read a file of lengths: on each line one sample, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module,
+    of which `valid` has the names (None: any). Raises RecipeError: it cannot be read, has no samples, or another
+    line."""
     columns: dict[str, list[int]] = {}
     lines: list[int] = []
     for number, sample in _samples(path):
         for name, value in sample.items():
             if name not in columns:
-                _check_name(f"{path}, line {number}", name, valid)
+                if valid is not None and name not in valid:
+                    close = difflib.get_close_matches(name, valid, n=1)
+                    hint = f"did you mean {close[0]!r}? " if close else ""
+                    raise RecipeError(
+                        f"{path}, line {number}, key {name!r}: no such module; {hint}valid are {', '.join(valid)}"
+                    )
                 columns[name] = [0] * len(lines)
-            if type(value) is not int or not 0 <= value <= MOST:
+            if type(value) is not int or not 0 <= value <= MAX_TOKENS:
                 raise RecipeError(
                     f"{path}, line {number}, key {name!r}: got {_shown(value)}; valid are whole numbers of tokens from "
-                    f"0 to {MOST}"
+                    f"0 to {MAX_TOKENS}"
                 )
             columns[name].append(value)
         lines.append(number)
@@ -82,44 +81,35 @@ def _samples(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
     number = 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), ""), 1):
-                if len(line) == _LONGEST:
-                    raise RecipeError(f"{path}, line {number}: longer than {_LONGEST} characters; give a sample each")
+            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), 1):
+                if len(line) == _MAX_LINE:
+                    raise RecipeError(f"{path}, line {number}: longer than {_MAX_LINE} characters; give a sample each")
                 if line.strip():
                     yield number, _object(f"{path}, line {number}", line)
     except RecipeError:
         raise
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}, behind line {number}: not UTF-8: {error}") from error
+        raise RecipeError(f"{path}, after line {number}: not UTF-8: {error}") from error
     except (OSError, ValueError) as error:  # a name may hold a null byte
         raise RecipeError(f"--lengths {str(path)!r}: cannot be read: {error}") from error
 
 
 def _object(where: str, line: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        if len(dict(pairs)) < len(pairs):
             twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
             raise RecipeError(f"{where}, key {twice!r}: given twice")
-        return found
+        return dict(pairs)
 
     try:
-        found = from_json(line, once)
+        value = from_json(line, once)
     except RecipeError:
         raise
     except ValueError as error:
         raise RecipeError(f"{where}: not JSON: {error}; valid is a sample as in {_EXAMPLE}") from error
-    if not isinstance(found, dict) or not found:
-        raise RecipeError(f"{where}: got {_shown(found)}; valid are tokens per module, as in {_EXAMPLE}")
-    return found
-
-
-def _check_name(where: str, name: str, valid: Collection[str] | None) -> None:
-    if valid is None or name in valid:
-        return
-    close = difflib.get_close_matches(name, valid, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise RecipeError(f"{where}, key {name!r}: no such module; {hint}valid are {', '.join(valid)}")
+    if not isinstance(value, dict) or not value:
+        raise RecipeError(f"{where}: got {_shown(value)}; valid are tokens per module, as in {_EXAMPLE}")
+    return value
 
 
 def _shown(value: Any) -> str:

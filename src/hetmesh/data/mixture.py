@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hetmesh.data.source import Sample, Source
+from hetmesh.data.source import Sample, Source, SourceAbilities, abilities_of
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 
@@ -17,16 +18,15 @@ KEY = "[[data.mixture]]"
 
 
 class MixtureSource:
-    """Samples of several sources, so many of each as its share says. Ids begin with the name of the source.
+    """Samples of several sources in the proportion of their weights. Ids begin with the name of the source.
 
     One epoch is as long as it takes for every sample of every source to come once: it has `length x share` samples of
-    each. The sources that are small for their share begin anew meanwhile, so that in an epoch none of their samples
-    comes twice more often than another. The order is the loader's, which draws from the whole of an epoch at random; so
-    a place in the data is a place in a mixture too.
+    each. Sources that are small for their share start over meanwhile, so that in an epoch none of their samples comes
+    twice more often than another. The order is the loader's, which draws from the whole epoch at random, so a position
+    in the data is one in a mixture too.
 
     Args:
-        parts: the sources by name.
-        weights: how many samples come from each, in any unit; None: each sample once.
+        weights: how many samples come from each source, in any unit; None: each sample once.
 
     Raises:
         RecipeError: a weight is not above 0, or vocabularies, padding or placeholders differ.
@@ -36,12 +36,12 @@ class MixtureSource:
         self.parts = dict(parts)
         self.names = tuple(parts)
         lengths = [len(source) for source in self.parts.values()]
-        given = dict(zip(self.names, lengths, strict=True)) if weights is None else weights
+        weights = dict(zip(self.names, lengths, strict=True)) if weights is None else weights
         for name in self.names:
-            if not (given[name] > 0 and math.isfinite(given[name])):
-                raise RecipeError(f"{KEY} weight = {given[name]} of {name!r}: must be above 0")
-        total = sum(given[name] for name in self.names)
-        shares = [given[name] / total for name in self.names]
+            if not (weights[name] > 0 and math.isfinite(weights[name])):
+                raise RecipeError(f"{KEY} weight = {weights[name]} of {name!r}: must be above 0")
+        total = sum(weights[name] for name in self.names)
+        shares = [weights[name] / total for name in self.names]
         length = max(math.ceil(n / share - 1e-9) for n, share in zip(lengths, shares, strict=True))
         counts = [max(n, round(length * share)) for n, share in zip(lengths, shares, strict=True)]
         self._ends = np.cumsum(counts).tolist()
@@ -54,16 +54,13 @@ class MixtureSource:
 
     def _check(self) -> None:
         first, *others = self.names
+        a = self.parts[first]
         for name in others:
-            a, b = self.parts[first], self.parts[name]
-            for what, x, y in (
-                ("vocab_size", a.vocab_size, b.vocab_size),
-                ("pad_id", a.pad_id, b.pad_id),
-                *(
-                    (f"placeholder {k!r}", a.placeholders[k], b.placeholders.get(k, a.placeholders[k]))
-                    for k in a.placeholders
-                ),
-            ):
+            b = self.parts[name]
+            pairs = [("vocab_size", a.vocab_size, b.vocab_size), ("pad_id", a.pad_id, b.pad_id)]
+            theirs = b.placeholders
+            pairs += [(f"placeholder {k!r}", token, theirs.get(k, token)) for k, token in a.placeholders.items()]
+            for what, x, y in pairs:
                 if x != y:
                     raise RecipeError(f"{KEY} {first!r} and {name!r} must have one vocabulary: {what} is {x} and {y}")
 
@@ -95,15 +92,23 @@ class MixtureSource:
         sample = self.parts[name].load(at, kinds)
         return replace(sample, id=f"{name}/{sample.id}")
 
-    def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
-        """`check_files` of the source of sample `index`, where it has one."""
-        name, at = self.place(index)
-        look = getattr(self.parts[name], "check_files", None)
-        return [] if look is None else look(at, kinds) or []
+    @property
+    def abilities(self) -> SourceAbilities:
+        """Those of its sources together; what decodes a text depends on the sample that it is of."""
+        parts = {name: abilities_of(source) for name, source in self.parts.items()}
+
+        def check_files(index: int, kinds: Collection[str] | None) -> Sequence[str]:
+            name, at = self.place(index)
+            look = parts[name].check_files
+            return [] if look is None else look(at, kinds) or []
+
+        return SourceAbilities(
+            check_files=check_files,
+            end_ids=lambda: [token for part in parts.values() for token in part.end_ids()],
+            notes=lambda: dict.fromkeys(note for part in parts.values() for note in part.notes()),
+        )
 
     def counts(self, indices: Sequence[int]) -> dict[str, int]:
         """How many of these samples come from each source."""
-        found = dict.fromkeys(self.names, 0)
-        for index in indices:
-            found[self.place(index)[0]] += 1
-        return found
+        places = Counter(self.place(index)[0] for index in indices)
+        return {name: places[name] for name in self.names}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Self
 
 from hetmesh.data.source import Sample, Source
 from hetmesh.errors import SampleError
@@ -28,30 +28,6 @@ class Unreadable:
 
 
 Payload = Sample | Unreadable
-
-
-class Payloads(Protocol):
-    """Where samples are loaded. Used as a context: leaving it ends what was started."""
-
-    @property
-    def sources(self) -> SplitSources:
-        """What is loaded from."""
-        ...
-
-    def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
-        """What will be asked for, in about that order, after all that was announced before."""
-        ...
-
-    def when_idle(self, more: Callable[[], None]) -> None:
-        """Call `more`, which may announce what comes next, whenever all that was announced is on its way."""
-        ...
-
-    def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
-        """Load, or wait until it is loaded."""
-        ...
-
-    def __enter__(self) -> Payloads: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 class SplitSources:
@@ -92,23 +68,23 @@ class SplitSources:
                 return Unreadable(str(error))
 
 
-class Direct:
-    """Loads in this process, when asked."""
+class Payloads:
+    """Loads samples, in this process, when they are asked for. Used as a context: leaving it ends what was started."""
 
     def __init__(self, sources: SplitSources) -> None:
         self.sources = sources
 
     def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
-        """Nothing is loaded ahead of need."""
+        """What will be asked for, in about that order, after all that was announced before."""
 
     def when_idle(self, more: Callable[[], None]) -> None:
-        """Never."""
+        """Call `more`, which may announce what comes next, whenever all that was announced is on its way."""
 
     def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
-        """Load now."""
-        return [self.sources.load(each) for each in wanted]
+        """Load, or wait until it is loaded."""
+        return [self.sources.load(request) for request in wanted]
 
-    def __enter__(self) -> Direct:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,14 +1,17 @@
-"""What a data source is."""
+"""What a data source is, what else some can do, and the metadata of its samples as arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from hetmesh.errors import SampleError
+from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
 
 
@@ -17,7 +20,6 @@ class Sample:
     """The payload of one sample.
 
     Attributes:
-        id: the id of its `SampleMeta`.
         tokens: int64 `[tokens]` on the CPU, placeholders included.
         media: per kind of media, the raw tensors in the order of their positions; kinds without items may be absent.
         bytes_read: what was read from files to make it.
@@ -41,41 +43,71 @@ class Source(Protocol):
     """An indexed collection of samples. Every rank makes its own; all must agree, so nothing may depend on the rank,
     on time or on the order of calls.
 
-    Plain attributes do for the properties.
+    Plain attributes do for the properties. What it can do besides is declared as `abilities` (`SourceAbilities`).
     """
 
     @property
     def vocab_size(self) -> int:
         """Token ids are `0..vocab_size-1`."""
-        ...
 
     @property
     def pad_id(self) -> int:
         """The token that fills batches; it never carries loss."""
-        ...
 
     @property
     def placeholders(self) -> Mapping[str, int]:
         """Kind of media -> token id of its placeholder."""
-        ...
 
     def __len__(self) -> int:
         """Samples of one epoch."""
-        ...
 
     def meta(self, index: int) -> SampleMeta:
         """Metadata of sample `index`, without loading its payload: every rank calls this for the whole global batch.
-        Each media item has one placeholder token, or already as many as its encoder makes rows.
-        """
-        ...
+        Each media item has one placeholder token, or already as many as its encoder makes rows."""
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The payload of sample `index`; agrees with `meta(index)`.
+        """The payload of sample `index`, which agrees with `meta(index)`; no other media are read than those of `kinds`
+        (None: all; `()`: the tokens alone)."""
 
-        Args:
-            kinds: the kinds of media that are wanted; None: all. No others are read: `()` loads the tokens alone.
-        """
-        ...
+
+@dataclass(frozen=True)
+class SourceAbilities:
+    """What only some sources can do. All of it is absent by default.
+
+    Attributes:
+        metas: the metadata of some samples as arrays, as `meta` gives it one by one.
+        check_files: looks for the media files of sample `index`, of these kinds, and opens none; gives the extensions
+            of files beside it that nobody reads. Raises SampleError where one is not there.
+        decode: the text of token ids up to the first end token.
+        end_ids: tokens that end an answer.
+        notes: what `hetmesh check` says of the form of its samples.
+    """
+
+    metas: Callable[[Sequence[int]], MetaArrays] | None = None
+    check_files: Callable[[int, Collection[str] | None], Sequence[str] | None] | None = None
+    decode: Callable[[Sequence[int]], str] | None = None
+    end_ids: Callable[[], Collection[int]] = tuple
+    notes: Callable[[], Collection[str]] = tuple
+
+
+@runtime_checkable
+class _Declares(Protocol):
+    @property
+    def abilities(self) -> SourceAbilities: ...
+
+
+def abilities_of(source: Source) -> SourceAbilities:
+    """What a source declares; of a custom one that declares nothing, its methods and attributes of those names."""
+    if isinstance(source, _Declares):
+        return source.abilities
+    custom: Any = source
+    return SourceAbilities(
+        getattr(custom, "metas", None),
+        getattr(custom, "check_files", None),
+        getattr(custom, "decode", None),
+        lambda: getattr(custom, "end_ids", ()),
+        lambda: getattr(custom, "notes", ()),
+    )
 
 
 @runtime_checkable
@@ -85,23 +117,13 @@ class PromptSource(Protocol):
     @property
     def end_ids(self) -> Collection[int]:
         """Tokens that end an answer."""
-        ...
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
-        """A question without its answer.
-
-        Args:
-            text: the question.
-            media: kind and file of each item, in order.
-
-        Raises:
-            SampleError: the question cannot be asked, or a file cannot be read.
-        """
-        ...
+        """A question without its answer, with media by kind and file, in order. Raises SampleError if it cannot be
+        asked, or a file cannot be read."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token."""
-        ...
 
 
 @runtime_checkable
@@ -110,20 +132,37 @@ class QuestionSource(Source, Protocol):
 
     def kind(self, index: int) -> str:
         """The kind of question that sample `index` asks."""
-        ...
 
     def question(self, index: int) -> str:
         """The text before the answer."""
-        ...
 
     def answer(self, index: int) -> str:
         """The right answer, without the end token."""
-        ...
 
     def picture(self, index: int) -> str:
         """The sample's media as text art, empty without media."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token."""
-        ...
+
+
+def metas_of(
+    source: Source, indices: Sequence[int], reading: AbstractContextManager[object] | None = None
+) -> MetaArrays:
+    """The metadata of some samples of any source as arrays: at once where it has them so, else one by one.
+
+    Args:
+        reading: entered around each look at the source, which may be another thread's otherwise.
+    """
+    reading = reading or nullcontext()
+    if (known := abilities_of(source).metas) is not None:
+        with reading:
+            return known(indices)
+    metas: list[SampleMeta | str] = []
+    for index in indices:
+        with reading:
+            try:
+                metas.append(source.meta(index))
+            except SampleError as error:
+                metas.append(str(error))
+    return MetaArrays.of(metas)

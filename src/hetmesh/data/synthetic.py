@@ -1,13 +1,15 @@
-"""Random text and random images of realistic sizes: for sizing a run before there is data."""
+"""Sources without files: random samples of realistic sizes, to size a run before there is data, and given samples."""
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from hetmesh.data.sample_checks import check_meta, check_sample
 from hetmesh.data.source import Sample, wants
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
@@ -20,17 +22,12 @@ class SyntheticSource:
     sample's text is its answer and carries loss; images come before it.
 
     Args:
-        vocab_size: tokens of the LLM's vocabulary.
-        image_token: the placeholder's token id.
+        image_token: the placeholder's token id, of `vocab_size` ones.
         image_shape: `(channels, height, width)` of every image.
-        max_images: a sample has 0 to so many.
+        max_images: most images of a sample.
         text_only: share of samples without an image.
         text_tokens: shortest and longest text.
-        length: samples in the source.
-        seed: another seed gives other samples.
-
-    Raises:
-        RecipeError: an option that is not valid.
+        length: samples in the source; another `seed` gives others.
     """
 
     pad_id = 0
@@ -66,11 +63,7 @@ class SyntheticSource:
         return self.length
 
     def meta(self, index: int) -> SampleMeta:
-        """Lengths and places of sample `index`.
-
-        Raises:
-            IndexError: `index` is not in `0..len(self)-1`.
-        """
+        """Lengths and places of sample `index`. Raises IndexError: `index` is not in `0..len(self)-1`."""
         if not 0 <= index < self.length:
             raise IndexError(f"synthetic: index {index} is not in 0..{self.length - 1}")
         # Of random.Random only random() is promised to give the same numbers in every Python version.
@@ -92,6 +85,36 @@ class SyntheticSource:
         tokens = torch.randint(1, self.vocab_size - 1, (meta.tokens,), generator=generator)
         tokens += tokens >= image  # every id but the placeholder's, which may only stand where an image is
         tokens[[item.position for item in meta.media]] = image
-        wanted = meta.media if wants(kinds, "image") else ()
-        images = [torch.randn(item.shape, generator=generator) for item in wanted]
+        items = meta.media if wants(kinds, "image") else ()
+        images = [torch.randn(item.shape, generator=generator) for item in items]
         return Sample(meta.id, tokens, {"image": images} if images else {})
+
+
+class MemorySource:
+    """A source of samples given as metadata and payload. Forked worker processes share them; others get a copy. Raises
+    SampleError: a sample is malformed, or its payload and metadata disagree."""
+
+    def __init__(
+        self,
+        samples: Sequence[tuple[SampleMeta, Sample]],
+        vocab_size: int,
+        placeholders: Mapping[str, int],
+        pad_id: int = 0,
+    ) -> None:
+        self.vocab_size, self.pad_id, self.placeholders = vocab_size, pad_id, dict(placeholders)
+        for meta, sample in samples:
+            check_meta(meta)
+            check_sample(sample, meta, placeholders)
+        self._samples = tuple(samples)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def meta(self, index: int) -> SampleMeta:
+        """Metadata of sample `index`."""
+        return self._samples[index][0]
+
+    def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
+        """The payload of sample `index`."""
+        sample = self._samples[index][1]
+        return replace(sample, media={kind: items for kind, items in sample.media.items() if wants(kinds, kind)})

@@ -16,19 +16,11 @@ MARKS = {"<image>": "image", "<audio>": "audio"}
 DATA_URL = "data:"
 
 _TEXTS = ("text", "input_text", "output_text")
-_OF_TYPE = {
-    "image": "image",
-    "image_url": "image",
-    "input_image": "image",
-    "audio": "audio",
-    "audio_url": "audio",
-    "input_audio": "audio",
-}
+_KINDS = {form.format(kind): kind for kind in ("image", "audio") for form in ("{}", "{}_url", "input_{}")}
 """A part's type -> the kind of its media."""
 
 _NAMES = ("url", "path", "file", "data", "base64")
-"""Under which a part, or the table in it, has its media, beside its type and its kind."""
-
+"""Keys under which a part, or the table in it, may have its media, besides its type and its kind."""
 
 _CALLS = ("tools", "tool_calls", "function_call")
 """What requests to chat models have beside texts; chat templates would write it, and are not given it."""
@@ -47,18 +39,19 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     `{"type": "audio", "audio": FILE}`; the file may be a data URL. Where the record itself has `image`, `images`,
     `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
 
-    Args:
-        breaks: kinds of media behind which the chat template begins a new line: the line break that LLaVA's form has
-            behind a mark (`<image>\\n`) is that one, and not in the text too.
+    After a mark of one of the kinds `breaks` the chat template begins a new line: the line break that LLaVA's form has
+    there (`<image>\\n`) is that one, and not in the text too.
 
     Raises:
         KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in
             a message without any, or a video, or calls of tools.
     """
-    if held := [key for key in ("video", "videos") if record.get(key)]:
-        raise ValueError(f"it has {held[0]!r}, and videos are not read; leave the sample out, or give frames as images")
-    if called := [key for each in (record, *_turns(record)) for key in _CALLS if each.get(key)]:
-        raise ValueError(f"it has {called[0]!r}, which are not given to the chat template; leave the sample out")
+    if videos := [key for key in ("video", "videos") if record.get(key)]:
+        raise ValueError(
+            f"it has {videos[0]!r}, and videos are not read; leave the sample out, or give frames as images"
+        )
+    if calls := [key for table in (record, *_turns(record)) for key in _CALLS if table.get(key)]:
+        raise ValueError(f"it has {calls[0]!r}, which are not given to the chat template; leave the sample out")
     if twice := [kind for kind in MARKS.values() if record.get(kind) and record.get(f"{kind}s")]:
         raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
@@ -67,32 +60,29 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     else:
         turns = [(_speaker(turn["from"]), _parts(_text(turn), files, breaks)) for turn in record["conversations"]]
     named = {kind for kind, _ in media_of(turns)}
-    if left := [kind for kind, each in files.items() if each.take() is not None and (each.used or kind not in named)]:
+    if left := [kind for kind, some in files.items() if some.take() is not None and (some.used or kind not in named)]:
         raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
     return turns
 
 
 def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
-    """Which turns of a record are no targets by their `weight` (0 or 1) or `train` (true or false).
-
-    Raises:
-        ValueError: another weight, or one that makes a target of what the assistant does not say.
-    """
-    found: set[int] = set()
-    if whole := [key for key in _WEIGHTS if record.get(key) is not None and not record[key]]:
-        raise ValueError(f"it has {whole[0]!r} beside its turns, which is not read; leave the sample out")
+    """Which turns of a record are no targets by their `weight` (0 or 1) or `train` (true or false). Raises ValueError:
+    another weight, or one that makes a target of what the assistant does not say."""
+    untrained: set[int] = set()
+    if ignored := [key for key in _WEIGHTS if record.get(key) is not None and not record[key]]:
+        raise ValueError(f"it has {ignored[0]!r} beside its turns, which is not read; leave the sample out")
     for i, turn in enumerate(_turns(record)):
         if masks := [key for key in _MASKS if turn.get(key) is not None]:
             raise ValueError(f"turn {i} has {masks[0]!r}, which is not read; give `weight` (0 or 1) or `train`")
-        given = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
-        if any(value not in (0, 1) for value in given.values()):
-            raise ValueError(f"turn {i} has {given}: `weight` must be 0 or 1, `train` true or false")
+        weights = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
+        if any(value not in (0, 1) for value in weights.values()):
+            raise ValueError(f"turn {i} has {weights}: `weight` must be 0 or 1, `train` true or false")
         speaker = turn.get("role", turn.get("from"))
-        if ROLES.get(speaker) != "assistant" and any(given.values()):
-            raise ValueError(f"turn {i} has {given}, but only the assistant's turns are targets, not {speaker!r}'s")
-        if not all(given.values()):
-            found.add(i)
-    return frozenset(found)
+        if ROLES.get(speaker) != "assistant" and any(weights.values()):
+            raise ValueError(f"turn {i} has {weights}, but only the assistant's turns are targets, not {speaker!r}'s")
+        if not all(weights.values()):
+            untrained.add(i)
+    return frozenset(untrained)
 
 
 def check_unread(record: Mapping[str, Any], joins_texts: bool) -> None:
@@ -183,7 +173,7 @@ def _part(part: Mapping[str, Any], files: Mapping[str, _Files]) -> dict[str, Any
     kind = part.get("type")
     if kind in _TEXTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    media = _OF_TYPE.get(kind) if isinstance(kind, str) else None
+    media = _KINDS.get(kind) if isinstance(kind, str) else None
     if media is None:
         return part
     inside = next((part[key] for key in (str(kind), f"{media}_url", media) if key in part), part)
@@ -201,8 +191,8 @@ def _part(part: Mapping[str, Any], files: Mapping[str, _Files]) -> dict[str, Any
 def _parts(text: str, files: Mapping[str, _Files], breaks: Collection[str]) -> list[dict[str, Any]]:
     """The text between marks, and the media that the marks stand for."""
     parts: list[dict[str, Any]] = []
-    while found := min(((at, mark) for mark in MARKS if (at := text.find(mark)) >= 0), default=None):
-        at, mark = found
+    while first := min(((at, mark) for mark in MARKS if (at := text.find(mark)) >= 0), default=None):
+        at, mark = first
         kind = MARKS[mark]
         parts += [{"type": "text", "text": text[:at]}] if at else []
         name = files[kind].take()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
-from hetmesh.data.continued import Continued
+from hetmesh.data.answers import Continued
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.errors import RecipeError

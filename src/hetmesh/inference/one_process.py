@@ -14,7 +14,8 @@ from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.checkpoint.initial_load import KEY, check_initial_weights
 from hetmesh.checkpoint.saved_run import SavedRun
-from hetmesh.data.loader import DrawnBatch, Loader
+from hetmesh.data.drawn import DrawnBatch
+from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.graph import Stage, output_key

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.cost.flops import SampleCosts
-from hetmesh.data.expand_arrays import Expander
+from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
-from hetmesh.data.registry import recipe_source
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.source import Source
 from hetmesh.errors import GraphError, RecipeError, Refusals, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta

@@ -8,8 +8,8 @@ from itertools import islice
 
 from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.payloads import SplitSources
-from hetmesh.data.registry import recipe_source
-from hetmesh.data.source import Source
+from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
@@ -74,7 +74,7 @@ def check_media_files(recipe: Recipe, source: Source, order: Iterable[int], spli
     Raises:
         RecipeError: a file is not there, or a record cannot be read.
     """
-    look = getattr(source, "check_files", None)
+    look = abilities_of(source).check_files
     kinds = {kind for kind in recipe.wiring.media.values() if kind is not None}
     if look is None:
         return []

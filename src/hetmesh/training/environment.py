@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import TRAIN, VALIDATION
-from hetmesh.data.payloads import Direct, Payloads, SplitSources
-from hetmesh.data.registry import recipe_source
-from hetmesh.data.workers import InWorkers
+from hetmesh.data.payload_workers import InWorkers
+from hetmesh.data.payloads import Payloads, SplitSources
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 
@@ -34,7 +34,7 @@ def open_payloads(recipe: Recipe) -> Payloads:
         {TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")}
     )
     if not keys.num_workers:
-        return Direct(sources)
+        return Payloads(sources)
     sources[TRAIN]  # made now, forked workers share them
     with contextlib.suppress(RecipeError):  # there may be none
         sources[VALIDATION]

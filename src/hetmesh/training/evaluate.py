@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary import World
-from hetmesh.data.loader import VALIDATION, DrawnBatch, Loader, describe_without_targets
+from hetmesh.data.drawn import DrawnBatch, describe_without_targets
+from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
 from hetmesh.parallel import VocabularyShards

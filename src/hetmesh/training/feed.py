@@ -9,7 +9,8 @@ from typing import Any
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary.watchdog import Watchdog
-from hetmesh.data.loader import DrawnBatch, Loader
+from hetmesh.data.drawn import DrawnBatch
+from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage

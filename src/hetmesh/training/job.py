@@ -16,7 +16,8 @@ from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.checkpoint.resume import Configs, configs
-from hetmesh.data.loader import DrawnBatch, Loader
+from hetmesh.data.drawn import DrawnBatch
+from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan

@@ -7,8 +7,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetmesh.data.cut_samples import describe_cut
-from hetmesh.data.loader import describe_without_targets
+from hetmesh.data.drawn import describe_cut, describe_without_targets
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.errors import SampleError

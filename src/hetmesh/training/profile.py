@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
-from hetmesh.data.loader import DrawnSample, Loader
+from hetmesh.data.drawn import DrawnSample
+from hetmesh.data.loader import Loader
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hetmesh.data.loader import describe_without_targets
+from hetmesh.data.drawn import describe_without_targets
 from hetmesh.errors import SampleError
 from hetmesh.parallel.apply import Root
 from hetmesh.runtime import Runtime

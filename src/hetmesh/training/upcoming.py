@@ -13,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from hetmesh.balance import BatchPlan
-from hetmesh.data.loader import DrawnBatch, Loader
+from hetmesh.data.drawn import DrawnBatch
+from hetmesh.data.loader import Loader
 from hetmesh.errors import BoundaryError
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hetmesh.data.continued import Continued, answer_start
-from hetmesh.data.end_tokens import end_tokens
+from hetmesh.data.answers import Continued, answer_start, end_tokens
 from hetmesh.data.loader import Loader
-from hetmesh.data.source import Source
+from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import SampleError
 from hetmesh.records.reporter import Reporter
 from hetmesh.training.evaluate import Evaluation, draw_held_out, evaluate, show
@@ -141,7 +140,7 @@ def _truth(source: Source, index: int) -> _Truth:
 def _same(source: Source, answer: list[int], truth: list[int]) -> bool:
     if not truth:
         return False
-    decode = getattr(source, "decode", None)
+    decode = abilities_of(source).decode
     return answer == truth if decode is None else decode(answer).strip() == decode(truth).strip()
 
 

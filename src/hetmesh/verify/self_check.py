@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh.data.loader import DrawnBatch, Loader
+from hetmesh.data.drawn import DrawnBatch
+from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph
 from hetmesh.inference.one_process import OneProcess, on_one_rank

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetmesh.data.in_memory import MemorySource
 from hetmesh.data.source import Sample
+from hetmesh.data.synthetic import MemorySource
 from hetmesh.graph.sample import MediaItem, SampleMeta
 
 KINDS = ("text alone", "one item", "several items", "several items of all kinds")

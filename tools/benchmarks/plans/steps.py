@@ -13,7 +13,7 @@ from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks
-from hetmesh.data.loader import DrawnBatch
+from hetmesh.data.drawn import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm

@@ -14,7 +14,7 @@ from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from hetmesh.balance import BatchPlan, edge_layouts, plan_batch
 from hetmesh.boundary import World
 from hetmesh.cost import Profile, Work
-from hetmesh.data.loader import DrawnBatch
+from hetmesh.data.drawn import DrawnBatch
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.boundary import World
-from hetmesh.data.loader import DrawnBatch
+from hetmesh.data.drawn import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer

@@ -36,8 +36,8 @@ def make_user_adapter(model: str, request: AdapterRequest) -> Adapter | None:
     return _users_adapter(imported, model, request)
 
 
-def _users_adapter(adapter_class: type, model: str, request: AdapterRequest) -> Adapter | None:
-    make = getattr(adapter_class, "make", None)
+def _users_adapter(imported: type, model: str, request: AdapterRequest) -> Adapter | None:
+    make = getattr(imported, "make", None)
     if not callable(make):
         raise RecipeError(
             f"{request.key}.model: {model!r} is neither a torch.nn.Module nor an adapter: an adapter's class has a "

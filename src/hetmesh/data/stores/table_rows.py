@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from hetmesh.data.stores import Blob, Held, Record
+from hetmesh.data.stores.store import Blob, Record, RecordBlob, Store
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.files import from_json, open_file, place_in, read_file
 
@@ -18,22 +17,21 @@ COLUMNS = ("messages", "conversations")
 """Columns that hold a conversation: a list of turns, or its JSON text; of these the first that a table has."""
 
 
-class Tables:
+class Tables(Store):
     """One record per row. Media lie in columns called after their kind (`image`, `images`, `audio`): a row has one item
     or a list, as bytes or as `{bytes, path}`; those that a conversation does not name are taken in order."""
 
     in_order = True
-    arrays: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, files: Sequence[Path], key: str) -> None:
         import datasets
 
-        self.files = tuple(files)
+        self.files, self.arrays = tuple(files), {}
         try:
             for file in () if files[0].is_dir() else files:
                 open_file(file).close()
             if files[0].is_dir():
-                parts = [each["filename"] for each in from_json(read_file(files[0] / "state.json"))["_data_files"]]
+                parts = [part["filename"] for part in from_json(read_file(files[0] / "state.json"))["_data_files"]]
                 for name in ("dataset_info.json", *parts):
                     open_file(place_in([files[0]], name)).close()  # a pipe would never open
                 table = datasets.load_from_disk(str(files[0]))
@@ -45,16 +43,14 @@ class Tables:
             raise RecipeError(f"{key}: {files[0]}: {type(error).__name__}: {' '.join(str(error).split())}") from error
         if not isinstance(table, datasets.Dataset):
             raise RecipeError(f"{key}: {files[0]} holds the splits {list(table)}; name the folder of one")
-        column = next((name for name in COLUMNS if name in table.column_names), None)
+        names = table.column_names
+        column = next((name for name in COLUMNS if name in names), None)
         if column is None:
-            raise RecipeError(f"{key}: {files[0]} needs a column {' or '.join(COLUMNS)}, it has {table.column_names}")
+            raise RecipeError(f"{key}: {files[0]} needs a column {' or '.join(COLUMNS)}, it has {names}")
         self._column = column
         self._table = table.with_format("arrow")  # rows as they are stored: no image is decoded
-        texts = [name for name in (column, "id") if name in table.column_names]
-        self._texts = self._table.select_columns(texts)
-        self._media = {
-            kind: name for kind in ("image", "audio") for name in (f"{kind}s", kind) if name in table.column_names
-        }
+        self._texts = self._table.select_columns([name for name in (column, "id") if name in names])
+        self._media = {kind: name for kind in ("image", "audio") for name in (f"{kind}s", kind) if name in names}
 
     def __len__(self) -> int:
         return len(self._table)
@@ -71,7 +67,7 @@ class Tables:
                 raise SampleError(f"sample {name!r}: its column {self._column!r} is no JSON: {error}") from error
         return Record(name, value, row.nbytes)
 
-    def held(self, index: int) -> Mapping[str, int]:
+    def media_counts(self, index: int) -> Mapping[str, int]:
         """Items in the columns of media."""
         from pyarrow import ListScalar  # of large lists and lists of fixed size too
 
@@ -111,4 +107,4 @@ class Tables:
         path = "" if isinstance(item, bytes) else item.get("path") or ""
         if data is None:
             raise OSError(f"row {index} has the {kind!r} {path!r} by name only: embed its bytes")
-        return Held(path or kind, data)
+        return RecordBlob(path or kind, len(data), lambda: data)

@@ -13,12 +13,9 @@ from hetmesh.graph.sample import SampleMeta
 
 
 def check_meta(meta: SampleMeta) -> None:
-    """Check that a sample's metadata makes sense by itself.
-
-    Raises:
-        SampleError: there are no tokens; media items overlap, are out of order or outside the sequence; target spans
-            are empty, overlap, are out of order, outside `1..tokens` or on placeholder tokens.
-    """
+    """Check that a sample's metadata makes sense by itself. Raises SampleError: there are no tokens; media items
+    overlap, are out of order or outside the sequence; target spans are empty, overlap, are out of order, outside
+    `1..tokens` or on placeholder tokens."""
     who = f"sample {meta.id!r}"
     if meta.tokens < 1:
         raise SampleError(f"{who}: it has {meta.tokens} tokens, need at least 1")
@@ -75,22 +72,22 @@ def check_sample(
         )
     for name, token in placeholders.items():
         items = [item for item in meta.media if item.name == name]
-        shapes = [item.shape for item in items]
-        given = [tuple(tensor.shape) for tensor in sample.media.get(name, ())]
-        if given != shapes and wants(kinds, name):
+        planned = [item.shape for item in items]
+        actual = [tuple(tensor.shape) for tensor in sample.media.get(name, ())]
+        if actual != planned and wants(kinds, name):
             raise SampleError(
-                f"{who}: its payload has {len(given)} {name!r} of shapes {given}, "
-                f"its metadata {len(shapes)} of {shapes}"
+                f"{who}: its payload has {len(actual)} {name!r} of shapes {actual}, "
+                f"its metadata {len(planned)} of {planned}"
             )
-        found = np.flatnonzero(tokens == token).tolist()
+        places = np.flatnonzero(tokens == token).tolist()
         promised = [p for item in items for p in range(item.position, item.position + item.rows)]
-        if len(found) != len(promised):
+        if len(places) != len(promised):
             raise SampleError(
-                f"{who}: {len(found)} {name!r} placeholder tokens (id {token}) in its sequence, {len(promised)} rows "
+                f"{who}: {len(places)} {name!r} placeholder tokens (id {token}) in its sequence, {len(promised)} rows "
                 f"of {len(items)} {name!r} media items to place there"
             )
-        if found != promised:
+        if places != promised:
             raise SampleError(
-                f"{who}: {name!r} placeholder tokens (id {token}) are at positions {found}, "
+                f"{who}: {name!r} placeholder tokens (id {token}) are at positions {places}, "
                 f"its metadata says {promised}"
             )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
-import struct
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -14,42 +14,38 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from hetmesh.data.metas import metas_of
-from hetmesh.data.npy import npy_shape
-from hetmesh.data.source import Source
+from hetmesh.data.source import Source, metas_of
+from hetmesh.data.stores.store import MALFORMED_FILE, npy_shape
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_json, read_file, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
 VERSION = 3
-_CHUNK = 4096  # samples whose metadata are objects at a time, while an index is made
+_ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
+_DAMAGED = (OSError, ValueError, AttributeError, zipfile.BadZipFile, *MALFORMED_FILE)
+"""What reading a damaged index raises."""
+_CHUNK_SAMPLES = 4096  # whose metadata are objects at a time, while an index is made
 
 
 @runtime_checkable
 class Indexed(Source, Protocol):
-    """A source that can keep an index."""
+    """A source that can keep an index, beside the data at `index_path`; with it are kept its offsets in the files."""
 
     @property
-    def index_path(self) -> Path:
-        """Where it is kept: beside the data."""
-        ...
-
+    def index_path(self) -> Path: ...
     @property
     def index_inputs(self) -> Mapping[str, Any]:
         """What it depends on, as JSON has it: the state of the files, and the options that metadata depends on."""
-        ...
 
     @property
-    def store_arrays(self) -> Mapping[str, np.ndarray]:
-        """Offsets in the files, which are kept with it."""
-        ...
+    def store_arrays(self) -> Mapping[str, np.ndarray]: ...
 
 
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of the last change in ns: what tells that a file has changed."""
-    inside = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
-    return [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in inside if file.is_file()]
+    """Name, size in bytes and time of the last change in ns: what shows that a file has changed."""
+    inside = [entry for file in files for entry in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    return [(file.name, (status := file.stat()).st_size, status.st_mtime_ns) for file in inside if file.is_file()]
 
 
 def content_hash(files: Iterable[Path]) -> str:
@@ -61,19 +57,15 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def build_index(source: Indexed) -> Path:
-    """Make the index of `source` and write it; reads the text of each sample, and headers of media.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    parts = [
-        metas_of(source, range(start, min(start + _CHUNK, len(source)))) for start in range(0, len(source), _CHUNK)
-    ]
-    whole = _joined(parts)
-    arrays = {field.name: getattr(whole, field.name) for field in fields(MetaArrays)}
-    texts = {"version": VERSION, "inputs": source.index_inputs, "kinds": whole.kinds}
-    texts["unreadable"] = {str(i): reason for i, reason in whole.unreadable.items()}
-    arrays = {name: array for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    """Make the index of `source` and write it; reads the text of each sample, and headers of media. Raises OutputError:
+    it cannot be written."""
+    everything = range(len(source))
+    starts = everything[::_CHUNK_SAMPLES]
+    metas = _joined([metas_of(source, everything[start : start + _CHUNK_SAMPLES]) for start in starts])
+    texts = {"version": VERSION, "inputs": source.index_inputs, "kinds": metas.kinds}
+    texts["unreadable"] = {str(i): reason for i, reason in metas.unreadable.items()}
+    names = [field.name for field in fields(metas)]
+    arrays: dict[str, Any] = {name: a for name in names if isinstance(a := getattr(metas, name), np.ndarray)}
     arrays |= {f"store_{name}": array for name, array in source.store_arrays.items()}
     path = source.index_path
     with writing(path):
@@ -85,14 +77,8 @@ def build_index(source: Indexed) -> Path:
 
 
 def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[str, np.ndarray]] | None:
-    """The index at `path` and the offsets kept with it; None if there is none.
-
-    Args:
-        inputs: what an index that holds was made from.
-
-    Raises:
-        RecipeError: it is damaged, or was made from other files or options.
-    """
+    """The index at `path` and the offsets kept with it; None if there is none. Raises RecipeError: it is damaged, or
+    was made from other files or options than `inputs`."""
     if not path.is_file():
         return None
     try:
@@ -101,23 +87,23 @@ def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[
             arrays = {name: file[name] for name in file.files}
         texts = from_json(arrays.pop("texts").tobytes())
         version = texts["version"]
-    except (*_BROKEN, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
     if version != VERSION:
         raise RecipeError(f"the index {path} is of another version of hetmesh; {_ADVICE}")
     if not isinstance(texts.get("inputs"), dict):
         raise RecipeError(f"the index {path} is damaged (it does not say what it is of); {_ADVICE}")
-    now = json.loads(json.dumps(inputs))  # tuples become lists
-    if changed := sorted(name for name in now if texts["inputs"].get(name) != now[name]):
+    current = json.loads(json.dumps(inputs))  # tuples become lists
+    if changed := sorted(name for name in current if texts["inputs"].get(name) != current[name]):
         raise RecipeError(f"the index {path} is stale: {', '.join(changed)} changed since it was made; {_ADVICE}")
     store = {name.removeprefix("store_"): arrays.pop(name) for name in list(arrays) if name.startswith("store_")}
     try:
         unreadable = {int(i): str(reason) for i, reason in texts["unreadable"].items()}
-        found = MetaArrays(**arrays, kinds=tuple(map(str, texts["kinds"])), unreadable=unreadable)
-        found.check()
-    except _BROKEN as error:
+        metas = MetaArrays(**arrays, kinds=tuple(map(str, texts["kinds"])), unreadable=unreadable)
+        metas.check()
+    except _DAMAGED as error:
         raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
-    return found, store
+    return metas, store
 
 
 def _check_claims(path: Path) -> None:
@@ -130,52 +116,33 @@ def _check_claims(path: Path) -> None:
                 npy_shape(member, info.file_size)  # type: ignore[arg-type]
 
 
-_BROKEN = (
-    OSError,
-    EOFError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    OverflowError,
-    struct.error,
-)
-_ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
-
-
 def _joined(parts: list[MetaArrays]) -> MetaArrays:
-    """Parts one behind the other."""
+    """The same samples in one."""
     kinds = tuple(sorted({kind for part in parts for kind in part.kinds}))
     width = max((part.items.shape[1] for part in parts), default=3)
     items = []
     for part in parts:
-        padded = np.full((len(part.items), width), NO_DIM, np.int64)
-        padded[:, : part.items.shape[1]] = part.items
+        padding = ((0, 0), (0, width - part.items.shape[1]))
+        items.append(np.pad(part.items, padding, constant_values=NO_DIM))
         if part.kinds:
-            padded[:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]
-        items.append(padded)
-    unreadable: dict[int, str] = {}
-    done = 0
-    for part in parts:
-        unreadable |= {done + i: reason for i, reason in part.unreadable.items()}
-        done += len(part)
+            items[-1][:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]
+    starts = itertools.accumulate(map(len, parts), initial=0)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
 
     def ends(name: str) -> np.ndarray:
         counts = [np.diff(getattr(part, name)) for part in parts]
         return np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
 
-    def all_of(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
     return MetaArrays(
-        all_of("tokens"),
-        all_of("targets"),
-        ends("target_ends"),
-        kinds,
-        np.concatenate(items),
-        ends("item_ends"),
-        all_of("names"),
-        ends("name_ends"),
-        unreadable,
+        tokens=joined("tokens"),
+        targets=joined("targets"),
+        target_ends=ends("target_ends"),
+        kinds=kinds,
+        items=np.concatenate(items),
+        item_ends=ends("item_ends"),
+        names=joined("names"),
+        name_ends=ends("name_ends"),
+        unreadable={at + i: why for at, part in zip(starts, parts, strict=False) for i, why in part.unreadable.items()},
     )

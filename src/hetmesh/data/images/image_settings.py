@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.pixel_budget import GLM, QWEN
-from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS
+from hetmesh.data.images.image_tiles import ANY_RESOLUTION, CROPS, GLM, QWEN, SPLITS
 from hetmesh.errors import RecipeError
-from hetmesh.files import from_json, read_file
+from hetmesh.files import json_object
 from hetmesh.recipe.hf_path import processor_of
 
 FILE, COMBINED = "preprocessor_config.json", "processor_config.json"
@@ -47,22 +46,19 @@ class ImageSettings:
 
 
 def image_settings(folder: Path, key: str) -> ImageSettings:
-    """Read `folder`'s settings.
-
-    Raises:
-        RecipeError: there are none, or they cannot be read.
-    """
-    combined = _object(folder, COMBINED, key) if (folder / COMBINED).is_file() else {}
+    """Read `folder`'s settings. Raises RecipeError: there are none, or they cannot be read."""
+    place = f"{key} = '{folder}'"
+    combined = json_object(folder / COMBINED, place) if (folder / COMBINED).is_file() else {}
     name, config = COMBINED, combined.get("image_processor")
     if config is None:
         if combined and not (folder / FILE).is_file():
             raise RecipeError(f"{key} = '{folder}': {name} does not say how to prepare images, and there is no {FILE}")
-        name, config = FILE, _object(folder, FILE, key)
+        name, config = FILE, json_object(folder / FILE, place)
     where = f"{key} = '{folder}': {name}"
     if not isinstance(config, dict):
         raise RecipeError(f"{where} must hold a JSON object")
     said = {name: value for name, value in config.items() if value is not None}
-    whole = _object(folder, "config.json", key) if (folder / "config.json").is_file() else {}
+    whole = json_object(folder / "config.json", place) if (folder / "config.json").is_file() else {}
     model_type = str(whole.get("model_type"))
     old = str(said.get("feature_extractor_type", "")).replace("FeatureExtractor", "ImageProcessor")
     kind = str(said.get("image_processor_type") or old or _of_model(model_type))
@@ -78,16 +74,6 @@ def image_settings(folder: Path, key: str) -> ImageSettings:
     if kept.get("default_to_square") and isinstance(side := kept.get("size"), int):
         kept["size"] = {"height": side, "width": side}
     return ImageSettings(kept, kind, processor, where, unknown)
-
-
-def _object(folder: Path, name: str, key: str) -> dict[str, Any]:
-    try:
-        found = from_json(read_file(folder / name))
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{key} = '{folder}': cannot read {name}: {error}") from error
-    if not isinstance(found, dict):
-        raise RecipeError(f"{key} = '{folder}': {name} must hold a JSON object")
-    return found
 
 
 def _of_model(model_type: str) -> str:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetmesh.data.image_settings import image_settings
-from hetmesh.data.pixel_budget import PixelBudget
-from hetmesh.data.tiles import ANY_RESOLUTION, CROPS, SPLITS, Extent, LongestEdge, Tiling, one_tile, tiling_of
+from hetmesh.data.images import image_tiles
+from hetmesh.data.images.image_settings import image_settings
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.hf_families import PROMPTS
 
@@ -34,7 +33,7 @@ TILED = ("image_grid_pinpoints", "crop_to_patches", "do_pad")
 LEFT_OUT = ("do_image_splitting", "do_pan_and_scan")
 """What a recipe can have left out (`image_tiles = false`): an image is one tile, as with the processor's own option."""
 
-MOST_PIXELS = 89_478_485
+MAX_PIXELS = 89_478_485
 """Of what becomes of an image: so many Pillow opens without a warning. A slender image can become large where its
 shorter side is resized, or where it is put on a square."""
 
@@ -59,15 +58,15 @@ class ImageProcessor:
         composites: transparent images are put on white, as transformers does; else they are refused.
     """
 
-    resize: tuple[int, int] | int | PixelBudget | None
+    resize: tuple[int, int] | int | image_tiles.PixelBudget | None
     crop: tuple[int, int] | None
     resample: int = 3
     scale: float = 1 / 255
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     pad_to_square: bool = False
-    tiling: Tiling | None = None
-    first: LongestEdge | None = None
+    tiling: image_tiles.Tiling | None = None
+    first: image_tiles.LongestEdge | None = None
     composites: bool = True
 
     @classmethod
@@ -85,11 +84,11 @@ class ImageProcessor:
         """
         settings = image_settings(folder, key)
         config, kind, where = settings.config, settings.kind, settings.where
-        tiling: Tiling | None = None
+        tiling: image_tiles.Tiling | None = None
         done: Sequence[str] = ()
-        if kind in (*ANY_RESOLUTION, *CROPS) and config.get("do_resize", True):
-            tiling, done = tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
-        if kind in SPLITS:
+        if kind in (*image_tiles.ANY_RESOLUTION, *image_tiles.CROPS) and config.get("do_resize", True):
+            tiling, done = image_tiles.tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
+        if kind in image_tiles.SPLITS:
             done = ("do_pad",)
         if tiles is False:
             done = (*done, *LEFT_OUT)
@@ -106,12 +105,12 @@ class ImageProcessor:
                 f"{where}: images are cut into tiles, and what {settings.processor} writes between these hetmesh does "
                 "not know; with [data.options] image_tiles = false an image is one tile"
             )
-        resize: tuple[int, int] | int | PixelBudget | None = None
+        resize: tuple[int, int] | int | image_tiles.PixelBudget | None = None
         if config.get("do_resize", True):
-            resize = PixelBudget.of(config, where)
-        first: LongestEdge | None = None
-        if kind in SPLITS and config.get("do_resize", True):
-            first, resize = one_tile(config, where)
+            resize = image_tiles.PixelBudget.of(config, where)
+        first: image_tiles.LongestEdge | None = None
+        if kind in image_tiles.SPLITS and config.get("do_resize", True):
+            first, resize = image_tiles.one_tile(config, where)
         if config.get("do_resize", True) and resize is None:
             size = _size(config.get("size", 224), f"{where}: size")
             resize = size[0] if isinstance(size, list) else size
@@ -127,7 +126,7 @@ class ImageProcessor:
             float(config.get("rescale_factor", 1 / 255)) if config.get("do_rescale", True) else 1.0,
             tuple(config["image_mean"]) if normalize else None,
             tuple(config["image_std"]) if normalize else None,
-            pad_to_square or kind in ANY_RESOLUTION,
+            pad_to_square or kind in image_tiles.ANY_RESOLUTION,
             tiling,
             first,
             bool(config.get("do_convert_rgb", True)),
@@ -146,7 +145,7 @@ class ImageProcessor:
             return (3, *self.resize)
         return (3, self.resize, self.resize) if isinstance(self.resize, int) and self.pad_to_square else None
 
-    def extent(self, width: int, height: int, alone: bool) -> Extent:
+    def extent(self, width: int, height: int, alone: bool) -> image_tiles.Extent:
         """Shape and size (`MediaItem.size`) of the result for an image of this size in pixels.
 
         Args:
@@ -155,7 +154,7 @@ class ImageProcessor:
         tiling = self._tiling(alone)
         return (self.shape(width, height), ()) if tiling is None else tiling.extent(height, width)
 
-    def _tiling(self, alone: bool) -> Tiling | None:
+    def _tiling(self, alone: bool) -> image_tiles.Tiling | None:
         return None if self.tiling is None or (self.tiling.only_alone and not alone) else self.tiling
 
     def shape(self, width: int, height: int) -> tuple[int, ...]:
@@ -174,18 +173,15 @@ class ImageProcessor:
             return height, width
         if isinstance(self.resize, tuple):
             return self.resize
-        if isinstance(self.resize, PixelBudget):
+        if isinstance(self.resize, image_tiles.PixelBudget):
             return self.resize.resized(width, height)
         short, long = min(width, height), max(width, height)
         other = int(self.resize * long / short)
         return (other, self.resize) if width < height else (self.resize, other)
 
     def __call__(self, image: Image, alone: bool = True) -> Tensor:
-        """The image as float32 `[3, height, width]`, or as tiles `[tiles, 3, height, width]`; see `extent`.
-
-        Raises:
-            OSError, ValueError: it cannot be read, or has more than 8 bits per channel.
-        """
+        """The image as float32 `[3, height, width]`, or as tiles `[tiles, 3, height, width]`; see `extent`. Raises
+        OSError, ValueError: it cannot be read, or has more than 8 bits per channel."""
         load_upright(image)
         if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
             raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")
@@ -243,11 +239,8 @@ class ImageProcessor:
 
 
 def open_image(file: BinaryIO | Path) -> Image:
-    """An image whose header has been read.
-
-    Raises:
-        OSError, ValueError: it is none, or one that Pillow has another program draw.
-    """
+    """An image whose header has been read. Raises OSError, ValueError: it is none, or one that Pillow has another
+    program draw."""
     from PIL import Image as pillow
 
     image = pillow.open(file)
@@ -269,11 +262,8 @@ def upright_size(image: Image) -> tuple[int, int]:
 
 
 def load_upright(image: Image) -> None:
-    """Decode an image, turned as its EXIF data say.
-
-    Raises:
-        OSError, ValueError: it cannot be read, or its header does not show how it is turned.
-    """
+    """Decode an image, turned as its EXIF data say. Raises OSError, ValueError: it cannot be read, or its header does
+    not show how it is turned."""
     from PIL import ImageOps
 
     header = set(image.info)
@@ -296,14 +286,14 @@ def _size(value: Any, where: str) -> tuple[int, int] | list[int]:
         sides = (value["shortest_edge"],)
     if not sides:
         raise RecipeError(f"{where}: must be a number, {{height, width}} or {{shortest_edge}}, got {value!r}")
-    if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[-1] > MOST_PIXELS:
-        raise RecipeError(f"{where}: must be positive, of at most {MOST_PIXELS} pixels, got {value!r}")
+    if not all(type(side) is int and side > 0 for side in sides) or sides[0] * sides[-1] > MAX_PIXELS:
+        raise RecipeError(f"{where}: must be positive, of at most {MAX_PIXELS} pixels, got {value!r}")
     return [sides[0]] if len(sides) == 1 else (sides[0], sides[1])
 
 
 def _bounded(height: int, width: int) -> tuple[int, int]:
-    if not 0 < height * width <= MOST_PIXELS:
-        raise ValueError(f"it would become {width} x {height} pixels; at most {MOST_PIXELS} are made")
+    if not 0 < height * width <= MAX_PIXELS:
+        raise ValueError(f"it would become {width} x {height} pixels; at most {MAX_PIXELS} are made")
     return height, width
 
 

@@ -1,4 +1,5 @@
-"""Images cut into tiles of one size, as many as suit their own size: which, and how, of processors of transformers."""
+"""Sizes that processors of transformers give images: cut into tiles of one size, as many as suit an image's own size,
+or within a number of pixels, sides whole cells of patches (Qwen2-VL's and GLM-4V's)."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ CROPS = tuple(f"GotOcr2ImageProcessor{back}" for back in ("", "Fast", "Pil"))
 SPLITS = tuple(f"{name}ImageProcessor{back}" for name in ("Idefics3", "SmolVLM") for back in ("", "Fast", "Pil"))
 """Those that split images into tiles with text between them, which is not done; without that each is one tile."""
 
-MOST_TILES = 256
+MAX_TILES = 256
 """That an image is cut into."""
 
-MOST_PIXELS = 2**26
+MAX_TILED_PIXELS = 2**26
 """Of all tiles of an image."""
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
@@ -135,11 +136,8 @@ class LongestEdge:
 
 
 def one_tile(config: Mapping[str, Any], where: str) -> tuple[LongestEdge | None, tuple[int, int]]:
-    """What `SPLITS` make of an image that they do not split: a first resizing, and height and width of the tile.
-
-    Raises:
-        RecipeError: other sizes than theirs.
-    """
+    """What `SPLITS` make of an image that they do not split: a first resizing, and height and width of the tile. Raises
+    RecipeError: other sizes than theirs."""
     size, tile = config.get("size"), config.get("max_image_size")
     side = tile.get("longest_edge") if isinstance(tile, Mapping) else None
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
@@ -177,13 +175,11 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
         raise RecipeError(f"{where}: size must be that of a tile, {{height, width}}, got {config.get('size')!r}")
     if kind in CROPS:
         least, most = (config.get(f"{name}_patches", default) for name, default in (("min", 1), ("max", 12)))
-        if not (type(least) is int and type(most) is int and 0 < least <= most <= MOST_TILES):
-            raise RecipeError(
-                f"{where}: min_patches and max_patches must be 1 to {MOST_TILES}, got {least!r}, {most!r}"
-            )
+        if not (type(least) is int and type(most) is int and 0 < least <= most <= MAX_TILES):
+            raise RecipeError(f"{where}: min_patches and max_patches must be 1 to {MAX_TILES}, got {least!r}, {most!r}")
         return Crops(size[0], size[1], least, most) if most > 1 else None
     given = config.get("image_grid_pinpoints")
-    side = size[0] * MOST_TILES
+    side = size[0] * MAX_TILES
     if not isinstance(given, list) or not given or not all(_is_resolution(each, side) for each in given):
         raise RecipeError(f"{where}: image_grid_pinpoints must be a list of [height, width], each up to {side}")
     return AnyResolution(size[0], tuple((h, w) for h, w in given))
@@ -191,4 +187,71 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
 
 def _is_resolution(value: Any, most: int) -> bool:
     pair = isinstance(value, list | tuple) and len(value) == 2
-    return pair and all(type(n) is int and 0 < n <= most for n in value) and value[0] * value[1] <= MOST_PIXELS
+    return pair and all(type(n) is int and 0 < n <= most for n in value) and value[0] * value[1] <= MAX_TILED_PIXELS
+
+
+QWEN = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
+"""`image_processor_type`s that resize so: those of Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+
+GLM = tuple(f"{name}ImageProcessor{back}" for name in ("Glm4v", "Glm46V") for back in ("", "Fast", "Pil"))
+"""Those of GLM-4.1V to 4.6V."""
+
+MAX_SIDE_RATIO = 200
+"""The largest ratio of an image's sides that these take."""
+
+
+@dataclass(frozen=True)
+class PixelBudget:
+    """Sides that are multiples of `step` pixels, `least` to `most` pixels in all, in nearly the image's own ratio
+    (transformers' `smart_resize`).
+
+    Attributes:
+        frames: how many times the pixels of an image count.
+        grows: images with a side below `step` are first enlarged until they have none.
+    """
+
+    step: int
+    least: int
+    most: int
+    frames: int = 1
+    grows: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> PixelBudget | None:
+        """What a preprocessor_config.json says; None for a processor of another kind. Raises RecipeError: sizes are
+        missing."""
+        kind = config.get("image_processor_type")
+        if kind not in (*QWEN, *GLM):
+            return None
+        size = config.get("size") if isinstance(config.get("size"), Mapping) else {}
+        assert isinstance(size, Mapping)
+        least, most = size.get("shortest_edge"), size.get("longest_edge")
+        if kind in QWEN:
+            least = config.get("min_pixels") or size.get("min_pixels") or least
+            most = config.get("max_pixels") or size.get("max_pixels") or most
+        frames = config.get("temporal_patch_size", 2) if kind in GLM else 1
+        numbers = (config.get("patch_size", 14), config.get("merge_size", 2), least, most, frames)
+        if not all(isinstance(n, int) and n > 0 for n in numbers):
+            raise RecipeError(
+                f"{where}: patch_size, merge_size and the least and most pixels (size = {{shortest_edge, longest_edge}}"
+                f", or Qwen's min_pixels and max_pixels) must be positive, got {list(numbers[:4])}"
+            )
+        patch, merge, least, most, frames = numbers
+        return cls(patch * merge, int(least), int(most), frames, kind in GLM)  # type: ignore[arg-type]
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """`(height, width)` of the result. Raises ValueError: an image that is too long."""
+        if self.grows and min(height, width) < self.step:
+            scale = max(self.step / height, self.step / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > MAX_SIDE_RATIO * min(height, width):
+            raise ValueError(f"its sides are {width} x {height}; one may be at most {MAX_SIDE_RATIO} times the other")
+        sides = [max(round(n / self.step), 1) * self.step for n in (height, width)]
+        pixels = round(height / self.step) * round(width / self.step) * self.step**2 * self.frames
+        if pixels > self.most:
+            shrink = math.sqrt(self.frames * height * width / self.most)
+            sides = [max(math.floor(n / shrink / self.step), 1) * self.step for n in (height, width)]
+        elif pixels < self.least:
+            grow = math.sqrt(self.least / (self.frames * height * width))
+            sides = [math.ceil(n * grow / self.step) * self.step for n in (height, width)]
+        return sides[0], sides[1]

@@ -1,4 +1,4 @@
-"""How a recipe names a data source."""
+"""The data sources that a recipe names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,8 @@ SOURCES: dict[str, Callable[..., Source]] = {
 
 
 def make_source(name: str, /, **options: Any) -> Source:
-    """Make the source that a recipe names.
-
-    Args:
-        name: one of `SOURCES`, or `"package.module:Class"` for the user's own class or function.
-        options: keyword arguments for it.
-
-    Raises:
-        RecipeError: nothing has that name, it does not take these options, or the result is not a `Source`.
-    """
+    """Make the source that a recipe names: one of `SOURCES`, or `"package.module:Class"`, a custom class or function,
+    called with `options`. Raises RecipeError: it does not exist, takes other options, or makes no `Source`."""
     return source_beside(None, name, options)
 
 
@@ -56,20 +49,21 @@ def source_beside(folder: str | None, name: str, options: Mapping[str, Any]) -> 
         except TypeError as error:
             raise RecipeError(f"{key}: options {options}: {error}; it takes {signature}") from error
     try:
-        source = factory(**options)
+        made = factory(**options)
     except HetmeshError:
         raise
     except Exception as error:  # whatever a constructor makes of values of a wrong type
         raise RecipeError(f"{key}: options {options}: {type(error).__name__}: {error}; it takes {signature}") from error
-    missing = [n for n in ("__len__", "meta", "load", "vocab_size", "pad_id", "placeholders") if not hasattr(source, n)]
+    missing = [n for n in ("__len__", "meta", "load", "vocab_size", "pad_id", "placeholders") if not hasattr(made, n)]
     if missing:
-        raise RecipeError(f"{key}: {type(source).__name__} is not a hetmesh.data.Source, it lacks {missing}")
+        raise RecipeError(f"{key}: {type(made).__name__} is not a hetmesh.data.Source, it lacks {missing}")
     try:
-        inspect.signature(source.load).bind(0, kinds=())
+        inspect.signature(made.load).bind(0, kinds=())
     except TypeError as error:
         raise RecipeError(
-            f"{key}: {type(source).__name__}.load must take (index, kinds), the kinds of media that are wanted: {error}"
+            f"{key}: {type(made).__name__}.load must take (index, kinds), the kinds of media that are wanted: {error}"
         ) from error
+    source: Source = made
     ids = {"pad_id": source.pad_id, **{f"placeholder {k!r}": v for k, v in source.placeholders.items()}}
     wrong = {k: v for k, v in ids.items() if not isinstance(v, int) or not 0 <= v < source.vocab_size}
     if wrong:
@@ -80,14 +74,8 @@ def source_beside(folder: str | None, name: str, options: Mapping[str, Any]) -> 
 
 
 def recipe_source(keys: Data, split: str | None = None) -> Source:
-    """The source that `[data]` describes.
-
-    Args:
-        split: `"validation"` for the held-out samples; of a mixture those of all sources that have some, each once.
-
-    Raises:
-        RecipeError: it cannot be made.
-    """
+    """The source that `[data]` describes; with `split="validation"` its held-out samples, of a mixture those of all
+    sources that have some, each once. Raises RecipeError: it cannot be made."""
     more = {} if split is None else {"split": split}
     if not keys.mixture:
         return source_beside(keys.folder, keys.source, {**keys.options, **more})
@@ -96,13 +84,13 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
     parts: dict[str, Source] = {}
     weights: dict[str, float] = {}
     errors: list[RecipeError] = []
-    for each in keys.mixture:
-        name = each.name or each.source
+    for table in keys.mixture:
+        name = table.name or table.source
         if name in weights:
             raise RecipeError(f"[[data.mixture]]: two sources are called {name!r}; give each a name")
-        weights[name] = each.weight
+        weights[name] = table.weight
         try:
-            parts[name] = source_beside(keys.folder, each.source, {**each.options, **more})
+            parts[name] = source_beside(keys.folder, table.source, {**table.options, **more})
         except RecipeError as error:
             if split is None:
                 raise
@@ -114,9 +102,9 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
 
 def _import(name: str, key: str, folder: str | None) -> Callable[..., Any]:
     try:
-        found = import_named(name, folder)
+        factory = import_named(name, folder)
     except (ImportError, AttributeError, ValueError) as error:
         raise RecipeError(f"{key}: cannot import it: {error}; write 'package.module:Class'") from error
-    if not callable(found):
-        raise RecipeError(f"{key}: {name.partition(':')[2]} is a {type(found).__name__}, not a class or function")
-    return found
+    if not callable(factory):
+        raise RecipeError(f"{key}: {name.partition(':')[2]} is a {type(factory).__name__}, not a class or function")
+    return factory

@@ -22,22 +22,23 @@ from torch.utils.data import DataLoader, Dataset
 
 from hetmesh._processes import die_with_parent, threads
 from hetmesh._torch_compat import shared_buffer
-from hetmesh.data.payloads import Payload, SplitSources, Unreadable, Wanted
+from hetmesh.data.payloads import Payload, Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.errors import LoaderError
 
-LOOK = 1.0
-"""Seconds between two looks at whether a worker still lives, or has been at one sample for too long."""
+POLL_SECONDS = 1.0
+"""Between two looks at whether a worker still lives, or has been at one sample for too long."""
 
-START = 60.0
-"""Seconds that worker processes may take to begin with a first sample."""
+START_SECONDS = 60.0
+"""That worker processes may take to begin with a first sample."""
 
 IDLE = -1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_DEAD = "a process that loads samples has died"
 _DIED, _SLOW = "DataLoader worker", "DataLoader timed out"  # how torch's messages begin
 
 
-class InWorkers:
+class InWorkers(Payloads):
     """Loads in `count` worker processes of a torch DataLoader, each with up to `prefetch` requests ahead of need.
 
     Workers are forked from this process if it has but one thread (so they share what it has imported and its sources),
@@ -51,7 +52,8 @@ class InWorkers:
     """
 
     def __init__(self, sources: SplitSources, count: int, prefetch: int = 2, timeout: float = 100.0) -> None:
-        self.sources, self.timeout = sources, timeout
+        super().__init__(sources)
+        self.timeout = timeout
         self._more: Callable[[], None] = lambda: None
         self._waiting: deque[Sequence[Wanted]] = deque()  # for a worker
         self._known: Counter[Wanted] = Counter()  # announced and not yet handed out -> how often
@@ -59,19 +61,19 @@ class InWorkers:
         method = "fork" if threads() == 1 and sys.platform == "linux" else "forkserver"
         if method == "forkserver":
             torch.multiprocessing.get_context(method).set_forkserver_preload([__name__])
-        # What each worker is at: number of the split, index of the sample, IDLE between two.
+        # What each worker is loading: number of the split, index of the sample, IDLE between two.
         self._at = torch.full((count, 2), IDLE, dtype=torch.int64).share_memory_()
         loader: DataLoader[Any] = DataLoader(
             _Requests(sources, self._at),
             batch_size=None,
-            sampler=_Asked(self._next),
+            sampler=iter(self._next, None),  # without end
             num_workers=count,
             prefetch_factor=prefetch,
-            collate_fn=_as_it_is,
-            timeout=LOOK,
+            collate_fn=_identity,
+            timeout=POLL_SECONDS,
             worker_init_fn=partial(_begin, os.getpid() if method == "fork" else None),
             multiprocessing_context=method,
-            generator=torch.Generator(),  # its own: what is random in training shall not depend on workers
+            generator=torch.Generator(),  # so that what is random in training does not depend on workers
         )
         # What is here now stays: collections that go through it take as long as many samples, and unshare its memory.
         self._froze = not gc.get_freeze_count()
@@ -84,7 +86,7 @@ class InWorkers:
             self._unfreeze()
             if isinstance(error, RuntimeError) and not str(error).startswith(_DIED):
                 raise
-            raise LoaderError(f"a process that loads samples has died while it was started: {_told(error)}") from error
+            raise LoaderError(f"{_DEAD} while it was started: {_reason(error)}") from error
 
     def announce(self, requests: Sequence[Sequence[Wanted]]) -> None:
         """Load these, a request by one worker, as workers have time."""
@@ -99,11 +101,11 @@ class InWorkers:
     def get(self, wanted: Sequence[Wanted]) -> list[Payload]:
         """Wait until all of these are loaded. What was not announced is loaded next."""
         # (not Counter's -, which goes through all that is known)
-        missing = tuple(each for each, n in Counter(wanted).items() for _ in range(n - self._known[each]))
+        missing = tuple(request for request, n in Counter(wanted).items() for _ in range(n - self._known[request]))
         if missing:
             self._waiting.appendleft(missing)
             self._known.update(missing)
-        return [self._take(each) for each in wanted]
+        return [self._take(request) for request in wanted]
 
     def _next(self) -> Sequence[Wanted]:
         """What the DataLoader sends to a worker next; nothing if there is nothing to load yet."""
@@ -123,28 +125,28 @@ class InWorkers:
                     raise
                 if not torch.equal(seen, self._at):
                     since, seen = time.monotonic(), self._at.clone()
-                elif time.monotonic() - since >= (patience := self._patience()):
+                elif time.monotonic() - since >= (limit := self._time_limit()):
                     raise LoaderError(
-                        f"loading {self._loading()} did not finish within {patience:g} s (worker processes of "
+                        f"loading {self._loading()} did not finish within {limit:g} s (worker processes of "
                         "[data] num_workers)"
                     ) from error
                 continue
             except (ConnectionError, EOFError) as error:  # it had answered, and died before its memory was handed over
                 raise LoaderError(self._dead(error)) from error
             since, seen = time.monotonic(), self._at.clone()
-            for each, payload in zip(request, unpacked(buffer, parts), strict=True):
-                self._ready.setdefault(each, []).append(payload)
-        found = self._ready[wanted].pop()
+            for loaded, payload in zip(request, unpacked(buffer, parts), strict=True):
+                self._ready.setdefault(loaded, []).append(payload)
+        payload = self._ready[wanted].pop()
         if not self._ready[wanted]:
             del self._ready[wanted]
         self._known[wanted] -= 1
         if not self._known[wanted]:
             del self._known[wanted]
-        return found
+        return payload
 
-    def _patience(self) -> float:
+    def _time_limit(self) -> float:
         """Seconds that workers may be at what they are at; a process that starts on a busy machine may take longer."""
-        return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START)
+        return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START_SECONDS)
 
     def _loading(self) -> str:
         """The samples at which workers are."""
@@ -158,10 +160,7 @@ class InWorkers:
             return f"number {index} of {split}"
 
     def _dead(self, error: BaseException) -> str:
-        return f"a process that loads samples has died while it was at {self._loading()}: {_told(error)}"
-
-    def __enter__(self) -> InWorkers:
-        return self
+        return f"{_DEAD} while it was at {self._loading()}: {_reason(error)}"
 
     def __exit__(self, *_: object) -> None:
         del self._results  # which ends the workers
@@ -172,22 +171,8 @@ class InWorkers:
             gc.unfreeze()
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].removeprefix("DataLoader ")
-
-
-class _Asked:
-    """An endless sampler of requests."""
-
-    def __init__(self, ask: Callable[[], Sequence[Wanted]]) -> None:
-        self._ask = ask
-
-    def __iter__(self) -> Iterator[Sequence[Wanted]]:
-        while True:
-            yield self._ask()
-
-    def __len__(self) -> int:
-        return sys.maxsize
 
 
 class _Requests(Dataset[Any]):
@@ -199,16 +184,16 @@ class _Requests(Dataset[Any]):
     def __getitem__(self, request: Sequence[Wanted]) -> tuple[Sequence[Wanted], Tensor, list[Any]]:
         info = torch.utils.data.get_worker_info()
         assert info is not None
-        mine, found = self.at[info.id], []
+        mine, payloads = self.at[info.id], []
         for wanted in request:
             if self.sources.made(wanted.split) is None:
                 self.sources[wanted.split]
                 gc.freeze()  # as in the main process
             mine[0] = self.sources.splits.index(wanted.split)
             mine[1] = wanted.index
-            found.append(self.sources.load(wanted))
+            payloads.append(self.sources.load(wanted))
         mine[1] = IDLE
-        return request, *packed(found)
+        return request, *packed(payloads)
 
 
 def _begin(parent: int | None, worker: int) -> None:
@@ -251,7 +236,7 @@ def _own_sigchld() -> Iterator[None]:
             signal.signal(signal.SIGCHLD, before)
 
 
-def _as_it_is(request: Any) -> Any:
+def _identity(request: Any) -> Any:
     return request
 
 
@@ -261,7 +246,7 @@ _ALIGNMENT = 64
 def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
     """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor.
 
-    Items of a kind lie one right behind the other, so that a batch of them can be a view.
+    Items of a kind lie right after one another, so that a batch of them can be a view.
     """
     pieces: list[tuple[int, Tensor]] = []
     size, last = 0, None
@@ -273,18 +258,17 @@ def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
         pieces.append((start, tensor))
         return tensor.dtype, tuple(tensor.shape), start
 
-    samples = [each for each in payloads if not isinstance(each, Unreadable)]
-    tokens = [lay(each.tokens) for each in samples]
-    media: list[dict[str, list[Any]]] = [{} for _ in samples]
-    for kind in dict.fromkeys(kind for each in samples for kind in each.media):
-        for each, found in zip(samples, media, strict=True):
-            if kind in each.media:
-                found[kind] = [lay(item) for item in each.media[kind]]
-    laid = zip(samples, tokens, media, strict=True)
-    parts: list[Any] = [
-        each if isinstance(each, Unreadable) else (each.id, *next(laid)[1:], each.bytes_read, each.bytes_needed)
-        for each in payloads
-    ]
+    samples = [payload for payload in payloads if not isinstance(payload, Unreadable)]
+    kinds = dict.fromkeys(kind for sample in samples for kind in sample.media)
+    media = [item for kind in kinds for sample in samples for item in sample.media.get(kind, ())]
+    laid = {id(tensor): lay(tensor) for tensor in [*(sample.tokens for sample in samples), *media]}
+    parts: list[Any] = []
+    for payload in payloads:
+        if isinstance(payload, Sample):
+            items = {kind: [laid[id(item)] for item in tensors] for kind, tensors in payload.media.items()}
+            parts.append((payload.id, laid[id(payload.tokens)], items, payload.bytes_read, payload.bytes_needed))
+        else:
+            parts.append(payload)
     buffer = shared_buffer(size)
     for start, tensor in pieces:
         if tensor.nbytes:
@@ -299,14 +283,12 @@ def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
         count = torch.Size(shape).numel() * dtype.itemsize
         return buffer[start : start + count].view(dtype).view(shape)
 
-    return [
-        part
-        if isinstance(part, Unreadable)
-        else Sample(
-            part[0],
-            at(*part[1]),
-            {kind: tuple(at(*item) for item in items) for kind, items in part[2].items()},
-            *part[3:],
-        )
-        for part in parts
-    ]
+    payloads: list[Payload] = []
+    for part in parts:
+        if isinstance(part, Unreadable):
+            payloads.append(part)
+            continue
+        sample_id, tokens, media, *sizes = part
+        tensors = {kind: tuple(at(*item) for item in items) for kind, items in media.items()}
+        payloads.append(Sample(sample_id, at(*tokens), tensors, *sizes))
+    return payloads

@@ -1,13 +1,20 @@
-"""In which form a chat template takes the content of a turn: one text, or a list of parts, some of which are media.
+"""Chat templates: in which form one takes the content of a turn, a text or a list of parts, some of which are media;
+and that it comes to an end.
 
 Templates of multimodal models write tokens around an image (`<|vision_start|>`) in a branch for parts. Given one text
-with the placeholder in it they leave these out, without a word.
+with the placeholder in it they silently leave these out. A template is a program that comes with data: transformers
+lets it see nothing but its input, and here it is interrupted. What it may build in memory is not bounded.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from hetmesh.errors import RecipeError
@@ -18,23 +25,24 @@ Form = Callable[[str], Any]
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 """From turns of `role` and `content` to text; may raise anything."""
 
-MARKS = ("\ue010", "\ue011", "\ue012")
+_MARKS = ("\ue010", "\ue011", "\ue012")
+
+MAX_TRIAL_SECONDS = 5.0
+"""Of computing, for all that is asked of a template before it is used."""
 
 
 def parts_of(text: str, placeholders: Mapping[str, str]) -> list[dict[str, str]]:
     """A text as parts: `{"type": "image"}` where the placeholder of a kind is, `{"type": "text", "text": ...}` else."""
     kinds = {token: kind for kind, token in placeholders.items()}
-    found = re.split("(" + "|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) + ")", text)
-    return [{"type": kinds[each]} if each in kinds else {"type": "text", "text": each} for each in found if each]
+    pieces = re.split("(" + "|".join(map(re.escape, sorted(kinds, key=len, reverse=True))) + ")", text)
+    return [{"type": kinds[piece]} if piece in kinds else {"type": "text", "text": piece} for piece in pieces if piece]
 
 
 def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> Form:
     """The form in which a template is right: parts in every turn, parts in turns with media, or one text.
 
     Args:
-        render: the template.
         placeholders: kind of media -> its token.
-        key: prefix of recipe keys in errors.
 
     Raises:
         RecipeError: the template writes something for an item, but not the placeholder.
@@ -46,8 +54,8 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
         return parts_of(text, placeholders)
 
     def parts_with_media(text: str) -> Any:
-        found = parts_of(text, placeholders)
-        return found if any(part["type"] != "text" for part in found) else text
+        split = parts(text)
+        return split if any(part["type"] != "text" for part in split) else text
 
     other: dict[str, str] = {}
     for form in (parts, parts_with_media):
@@ -68,7 +76,7 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
 
 
 def broken_lines(render: Render, form: Form, placeholders: Mapping[str, str]) -> frozenset[str]:
-    """Kinds of media behind which a template itself begins a new line."""
+    """Kinds of media after which a template itself begins a new line."""
     if form is str:
         return frozenset()
     return frozenset(k for k, token in placeholders.items() if (_written(render, form, token) or "").endswith("\n"))
@@ -76,12 +84,12 @@ def broken_lines(render: Render, form: Form, placeholders: Mapping[str, str]) ->
 
 def joins_texts(render: Render, form: Form) -> bool:
     """Whether a template writes two texts of a turn, one after the other, as the one text that they make."""
-    user, behind, said = MARKS
+    user, after, said = _MARKS
     answer = {"role": "assistant", "content": form(said)}
     try:
         apart, joined = (
             render([{"role": "user", "content": [{"type": "text", "text": text} for text in texts]}, answer])
-            for texts in ((user, behind), (user + behind,))
+            for texts in ((user, after), (user + after,))
         )
     except Exception:  # a template may raise anything: this one takes no parts
         return True
@@ -92,11 +100,11 @@ def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> lis
     """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
     if form is not str:
         return []
-    return [
-        kind
-        for kind, token in placeholders.items()
-        if _written(render, lambda text: parts_of(text, placeholders), token) == ""
-    ]
+
+    def parts(text: str) -> Any:
+        return parts_of(text, placeholders)
+
+    return [kind for kind, token in placeholders.items() if _written(render, parts, token) == ""]
 
 
 def check_replacements(
@@ -131,16 +139,55 @@ def _written(render: Render, form: Form, token: str) -> str | None:
 
     Templates like LLaVA's write the items of a turn before all its texts.
     """
-    user, behind, said = MARKS
-    turns = [{"role": "user", "content": form(user + token + behind)}, {"role": "assistant", "content": form(said)}]
+    user, after, said = _MARKS
+    turns = [{"role": "user", "content": form(user + token + after)}, {"role": "assistant", "content": form(said)}]
     try:
         text = render(turns)
     except Exception:  # a template may raise anything
         return None
-    if any(text.count(mark) != 1 for mark in MARKS) or "'type'" in text or '"type"' in text:
+    if any(text.count(mark) != 1 for mark in _MARKS) or "'type'" in text or '"type"' in text:
         return None
     before, _, rest = text.partition(user)
-    between, found, _ = rest.partition(behind)
+    between, found, _ = rest.partition(after)
     if not found:
         return before + rest
     return before if token in before and token not in between else between
+
+
+@contextmanager
+def time_limit(template: str, key: str) -> Iterator[None]:
+    """Interrupt the Python code of the body, which tries a template, after `MAX_TRIAL_SECONDS`. Every line of it looks
+    at the clock, so it is several times as slow as otherwise. Raises RecipeError: it took longer, or could not be
+    interrupted."""
+    if _has_power(template):
+        raise RecipeError(f"{key} chat_template: it has a power (**) in it, which may take for ever")
+    stop = time.thread_time() + MAX_TRIAL_SECONDS
+
+    def look(frame: FrameType, event: str, arg: Any) -> Any:
+        if time.thread_time() > stop:
+            raise _Late  # after which nothing is looked at any more
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        yield
+    except _Late:
+        raise RecipeError(f"{key} chat_template: it comes to no end within {MAX_TRIAL_SECONDS:g} s") from None
+    finally:
+        sys.settrace(before)
+
+
+class _Late(BaseException):
+    """No Exception: those that a template raises count as its refusals."""
+
+
+def _has_power(template: str) -> bool:
+    """Whether `**` stands between two values: one operation, in which nothing can be interrupted."""
+    from jinja2 import Environment, TemplateError
+
+    try:
+        tokens = [text for _, kind, text in Environment().lex(template) if kind not in ("whitespace", "comment")]
+    except TemplateError:  # which compiling it says better
+        return False
+    return any(after == "**" and before not in ("(", ",") for before, after in itertools.pairwise(tokens))
