@@ -202,9 +202,9 @@ def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatc
     monkeypatch.setattr(DigitsSource, "meta", broken)
     monkeypatch.delattr(DigitsSource, "metas", raising=False)
     for verb in (explain, simulate_recipe, partial(balance_view, batches=1), recipe_problem):
-        verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "skip"]))
+        verb(resolve(load_recipe(RECIPES / "digits_single.toml", [*keys, "skip"])))
         with pytest.raises(SampleError, match="its header is broken"):
-            verb(load_recipe(RECIPES / "digits_single.toml", [*keys, "stop"]))
+            verb(resolve(load_recipe(RECIPES / "digits_single.toml", [*keys, "stop"])))
 
 
 def test_a_transport_that_every_backend_uses_is_named_once():
