@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.reading import gathered
-from hetmesh.checkpoint.resume import RunState, listed
+from hetmesh.checkpoint.resume import RunState
 from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
 from hetmesh.errors import RecipeError
+from hetmesh.formatting import listed
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 
 MODEL = "model."
