@@ -55,8 +55,7 @@ def train(
     with open_payloads(recipe) as payloads, world_for(recipe) as world:
         if self_check:
             _compare_once(recipe, world)
-        resolved = resolve(recipe, payloads.sources[TRAIN])
-        return train_in(world, resolved, payloads, loss=loss, on_step=on_step, export=export_last)
+        return train_in(world, recipe, payloads, loss=loss, on_step=on_step, export=export_last)
 
 
 def run_recipe(recipe: Recipe, resolved: ResolvedRecipe | None = None) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def open_job(recipe: Recipe, *, loss: CustomLoss | None = None, self_check: bool
         if self_check:
             _compare_once(recipe, world)
         torch.manual_seed(recipe.debug.seed)
-        choose_kernels(recipe, world.device)
+        choose_kernels(recipe.debug.deterministic, world.device)
         job = Job.assemble(resolve(recipe, payloads.sources[TRAIN]), world, payloads, loss)
         try:
             yield job

@@ -11,7 +11,7 @@ from hetmesh.balance.caps import NO_CAP, within_caps
 from hetmesh.balance.lane_orders import best_orders
 from hetmesh.balance.local_search import lower_peaks, resplit
 from hetmesh.balance.lpt import SCALE, as_table, from_table, least_loaded, longest_first, normalised, scrambled
-from hetmesh.balance.policies.auto import MARGIN
+from hetmesh.balance.policies.auto import MIN_GAIN
 from hetmesh.balance.policies.disttrain import _reordered
 from hetmesh.balance.policies.entrain import effective_microbatches
 from hetmesh.balance.step_lengths import step_lengths
@@ -193,7 +193,7 @@ def test_what_auto_returns_is_never_slower_than_no_balancing():
         assert found.policy.removeprefix("auto: ") in {each.policy for each in found.tried}  # what it says it compared
         if len(found.tried) > 1:
             assert [each.score for each in found.tried] == [score(each) for each in found.tried]
-            assert score(found) <= (1 + 2 * MARGIN) * min(map(score, found.tried))
+            assert score(found) <= (1 + 2 * MIN_GAIN) * min(map(score, found.tried))
 
 
 def test_fewer_windows_are_taken_where_a_giant_needs_company():

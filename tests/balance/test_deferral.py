@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign
-from hetmesh.balance.deferral import MOVABLE, bottleneck_matching, defer
+from hetmesh.balance.deferral import MAX_MOVABLE_SAMPLES, bottleneck_matching, defer
 
 
 def after(members, work, pairing):
@@ -88,7 +88,7 @@ def test_many_samples_move_by_their_heaviest_and_lightest():
     rng = np.random.default_rng(0)
     work = rng.integers(1, 100, 60)
     members = [list(range(40)), list(range(40, 60))]
-    assert len(members[0]) > MOVABLE
+    assert len(members[0]) > MAX_MOVABLE_SAMPLES
     loads = after(members, work, defer(members, work))
     assert sum(loads) == work.sum()
     assert max(loads) < max(int(work[m].sum()) for m in members)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from hetmesh.balance import POLICIES, BalanceOptions, plan_batch
-from hetmesh.balance.co_located import dealt, pipelines
+from hetmesh.balance.co_located import deal_microbatches, pipelines
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
@@ -26,15 +26,15 @@ def samples(count):
 
 
 def test_the_worked_case():
-    assert dealt(8, (5, 3)) == ((0, 1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 2, 2, 3, 3, 4))
-    assert dealt(4, (1, 1)) == ((0, 1, 0, 1), (0, 0, 1, 1))
+    assert deal_microbatches(8, (5, 3)) == ((0, 1, 0, 0, 1, 0, 1, 0), (0, 0, 1, 2, 2, 3, 3, 4))
+    assert deal_microbatches(4, (1, 1)) == ((0, 1, 0, 1), (0, 0, 1, 1))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple), st.data())
 def test_every_pipeline_has_its_share_at_any_time(shares, data):
     exact = data.draw(st.booleans())
     count = sum(shares) if exact else data.draw(st.integers(1, 40))
-    taken, numbers = dealt(count, shares)
+    taken, numbers = deal_microbatches(count, shares)
     assert len(taken) == len(numbers) == count
     totals = [taken.count(j) for j in range(len(shares))]
     assert not exact or tuple(totals) == shares
@@ -52,7 +52,7 @@ def test_a_lane_takes_whole_microbatches_of_the_llm_s_lane_on_whose_ranks_it_lie
     g, some = graph(dp_replicate=4, tp=2), samples(32)
     plan = plan_batch(g, some, 2, BalanceOptions(policy, microbatch_shares={"vision": (5, 3)}))
     assert pipelines(g, "vision") == ((0, 2), (1, 3))  # ranks 0-1 and 4-5 are the first lane of the LLM
-    taken, numbers = dealt(8, (5, 3))
+    taken, numbers = deal_microbatches(8, (5, 3))
     for lane, own in enumerate(pipelines(g, "vision")):
         for m in range(8):
             made = set(plan.samples_of("vision", numbers[m], own[taken[m]]))

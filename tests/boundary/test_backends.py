@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.boundary import Backend, Exchange, Label, Nccl, World, init
-from hetmesh.boundary.channels import Channel
+from hetmesh.boundary.process_groups import Channel
 from hetmesh.boundary.watchdog import GRACE, Watchdog
 from hetmesh.boundary.world import _device_type
 from hetmesh.errors import LaunchError

@@ -2,7 +2,7 @@
 
 import torch
 
-from hetmesh.boundary.buffers import Buffers
+from hetmesh.boundary.accelerator import Buffers
 
 
 def test_memory_made_in_inference_mode_serves_outside_of_it():

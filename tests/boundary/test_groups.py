@@ -5,9 +5,15 @@ from pathlib import Path
 import pytest
 
 from hetmesh.boundary import World
-from hetmesh.boundary.channels import CONTEXT, job_channels
-from hetmesh.boundary.groups import ends_are_tied, job_groups, mesh_groups, most_on_a_rank, tied_pairs
-from hetmesh.boundary.transport import MEMORY
+from hetmesh.boundary.process_groups import (
+    CONTEXT,
+    ends_are_tied,
+    job_channels,
+    job_groups,
+    mesh_groups,
+    most_on_a_rank,
+    tied_pairs,
+)
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
@@ -95,17 +101,14 @@ def test_channels_of_a_rank_are_bounded(most):
     assert all(set(c.ranks) >= {*stages.ranks_of(e.source)} for e, c in found.of_edge.items())
 
 
-def made(rank, names, near):
+def made(rank, names):
     world, seen = World.current(), []
-    world.connect()
-    neighbours, world.neighbours = world.neighbours, world.neighbours if near else None
     for name, overrides in names:
         world._groups.clear()
         world._meshes.clear()
         recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
         Job.assemble(resolve(recipe), world)
         seen.append({ranks for ranks in world._groups if len(ranks) > 1})
-    world.neighbours = neighbours
     return seen
 
 
@@ -114,11 +117,9 @@ JOBS = [("digits", ()), ("digits_colocated", ()), ("digits", PIPELINE)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("near", "link"), [(False, "gloo"), (True, MEMORY)])
-def test_a_run_makes_the_groups_that_were_foretold(pool4, near, link):
-    """None for edges where all ranks share memory."""
-    for job, seen in enumerate(zip(*pool4.run(made, JOBS, near), strict=True)):
+def test_a_run_makes_the_groups_that_were_foretold(pool4):
+    for job, seen in enumerate(zip(*pool4.run(made, JOBS), strict=True)):
         name, overrides = JOBS[job]
-        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides), link)[2])
+        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides))[2])
         everyone = {tuple(range(4))}  # made by the first step
         assert all(ranks | everyone == groups for ranks in seen), name

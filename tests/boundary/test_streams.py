@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from hetmesh.boundary import Exchange, Label, World
-from hetmesh.boundary.buffers import Buffers
+from hetmesh.boundary.accelerator import Buffers
 from hetmesh.layout import Layout, MeshSpec, plan_transfer
 from support.streams import streamed
 

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from hetmesh.errors import RecipeError
 from hetmesh.models.user import plan_probe
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.resolved import resolve
 
 UP_DOWN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -244,13 +243,13 @@ def test_what_takes_all_features_between_colwise_and_rowwise_is_refused(model, m
 def test_a_plan_that_changes_nothing_is_compared_and_taken(model):
     given = recipe(model, degree=3 if model == "Gathered" else 2)
     resolved = resolve(given)
-    assert uncompared_plans(given, resolved.adapters, resolved.source.vocab_size) == []
+    assert resolved.notes == ()
 
 
 def test_what_cannot_be_compared_is_said():
     given = recipe("Strange")
     resolved = resolve(given)
-    (note,) = uncompared_plans(given, resolved.adapters, resolved.source.vocab_size)
+    (note,) = resolved.notes
     assert "was not compared with the whole module: its plan has another ParallelStyle" in note
 
 

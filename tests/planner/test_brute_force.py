@@ -10,7 +10,7 @@ import pytest
 
 from hetmesh.errors import HetmeshError
 from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
-from hetmesh.planner.candidates import joined, module_plans
+from hetmesh.planner.candidates import module_plans, with_schedules
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
@@ -100,7 +100,7 @@ def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monk
     worst estimates taken for the best 36, 39, 45 and 49 fail; elsewhere neighbours of any candidate lead there."""
     problem = random_problem(seed)
     best, _ = simulated(problem, every(problem))
-    for name, value in {"_SIMULATED": 8, "_FITTING": 4}.items():
+    for name, value in {"_MAX_SIMULATED": 8, "_MAX_FITTING": 4}.items():
         monkeypatch.setattr(sys.modules[search.__module__], name, value)
     found = search(problem).fastest
     assert (found is None) == (best == float("inf"))
@@ -124,5 +124,5 @@ def test_the_chosen_split_is_near_the_best_of_its_neighbours(ranks, seed):
             list(module_plans(problem, "llm", count, ranks - count)),
         ]
         choices = (dict(zip(problem.own, each, strict=True)) for each in itertools.product(*layouts))
-        best, _ = simulated(problem, joined(problem, "disjoint", choices))
+        best, _ = simulated(problem, with_schedules(problem, "disjoint", choices))
         assert chosen.step_s <= 1.02 * best, (chosen.plan, count)

@@ -16,7 +16,7 @@ from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candi
 from hetmesh.planner.candidates import can_run, microbatch_sizes
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
-from hetmesh.planner.predict import LANES, some_lanes
+from hetmesh.planner.predict import MIN_LANES, some_lanes
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records.metrics import amount
@@ -108,7 +108,7 @@ def test_o4_uneven_splits_are_searched_written_as_planned_and_refused_where_they
     assert uneven
     plan = uneven[0].plan
     size, count = plan.microbatch_size, given.global_batch_size // plan.microbatch_size
-    exact = Predictor(given, BATCHES, LANES)
+    exact = Predictor(given, BATCHES, MIN_LANES)
     every = [replace(plan, shares={"vision": (i, count - i)}) for i in range(1, count)]
     assert uneven[0].step_s == min(exact.predict(each).step_s for each in every), size
     assert "for the lanes of vision" in str(plan)

@@ -5,7 +5,7 @@ import tomli
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.overrides import apply_override
-from hetmesh.recipe.rewrite import BARE, rewritten
+from hetmesh.recipe.rewrite import HEADER, rewritten
 
 TABLES = """# first
 [modules.vision]
@@ -53,7 +53,7 @@ def test_every_way_to_write_toml(text, ends):
     assert tomli.loads(found) == expected
     assert found.count("\n") == found.count(ends)
     kept = "# first" in found and "# the LLM" in found
-    assert kept if "# first" in text else found.startswith(BARE.strip())
+    assert kept if "# first" in text else found.startswith(HEADER.strip())
 
 
 def test_what_is_no_recipe_is_an_error():

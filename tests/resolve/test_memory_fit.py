@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.balance import largest_batches
-from hetmesh.boundary.groups import ends_are_tied, groups_of_ranks, job_communicators, job_groups
+from hetmesh.boundary.process_groups import ends_are_tied, groups_of_ranks, job_communicators, job_groups
 from hetmesh.cli import main
 from hetmesh.cost import StaticMemory, load_machine
 from hetmesh.cost.static_memory import update_bytes

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.runtime.backward import SplitBackward, backward
-from hetmesh.runtime.offload import activations_on_host
+from hetmesh.runtime.step_runner import activations_on_host
 
 
 class Plain(nn.Module):

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Stage
 from hetmesh.runtime.batches_ahead import BatchesAhead
-from hetmesh.runtime.recording import ActionClock
+from hetmesh.runtime.runtime import ActionClock
 from hetmesh.schedule import Action, Kind
 from support.streams import StreamedCpu
 

@@ -10,7 +10,7 @@ from hetmesh.boundary import World
 from hetmesh.parallel import local_gradient
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime.step import StepRunner
+from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 

@@ -12,7 +12,7 @@ from hetmesh.cost import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, Routes, Stage, stage_graph
 from hetmesh.schedule import Kind, PolicyOptions, bubble_fill, peaks_in_flight
-from hetmesh.schedule.bubble_fill import INNER, inner_schedule
+from hetmesh.schedule.bubble_fill import INNER_SCHEDULES, inner_schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.strategies import routes
 
@@ -119,7 +119,7 @@ def test_o6_refined_is_never_slower_than_coarse(data):
     stages = data.draw(stage_graphs())
     some, training = data.draw(routes(stages)), data.draw(st.booleans())
     cap = data.draw(st.sampled_from([None, 1, 2, 3]))  # raised where the order needs more: it always goes through
-    options = PolicyOptions(inner=data.draw(st.sampled_from(INNER)), in_flight=cap, raise_in_flight=True)
+    options = PolicyOptions(inner=data.draw(st.sampled_from(INNER_SCHEDULES)), in_flight=cap, raise_in_flight=True)
     costs = data.draw(random_costs(bubble_fill(stages, some, training, options)))
     scores = []
 
@@ -168,7 +168,7 @@ def test_encoders_hold_no_more_than_they_may():
         bubble_fill(stages, 16, options=PolicyOptions(inner="gpipe"))
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("inner", INNER_SCHEDULES)
 def test_without_backwards_the_llm_holds_what_it_does_by_itself(inner):
     """Evaluation: nothing but what reads an output ends the time for which it is kept."""
     llm = module("llm", [0, 1], 2, 4 if inner == "interleaved" else 2)

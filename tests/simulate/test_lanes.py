@@ -15,7 +15,7 @@ from hetmesh.cost import Lanes, ModuleShape, StageCost, load_machine
 from hetmesh.graph import ModuleGraph, SampleMeta, Stage
 from hetmesh.schedule import POLICIES
 from hetmesh.simulate import StepModel, bubbles, simulate
-from hetmesh.simulate.lanes import merged
+from hetmesh.simulate.lanes import merge_equal_replicas
 
 
 @st.composite
@@ -92,10 +92,10 @@ def _two_lanes(slow: dict[tuple[Stage, int], float]) -> tuple:
 
 def test_equal_replicas_are_one_and_others_are_simulated_apart():
     schedule, costs, lanes, flows, each = _two_lanes({})
-    assert merged(lanes, flows, each) is None
+    assert merge_equal_replicas(lanes, flows, each) is None
     slow = {(Stage("llm", 0), 1): 3.0, (Stage("llm", 1), 2): 5.0}
     schedule, costs, lanes, flows, each = _two_lanes(slow)
-    both = simulate(schedule, replace(costs, lanes=merged(lanes, flows, each)))
+    both = simulate(schedule, replace(costs, lanes=merge_equal_replicas(lanes, flows, each)))
     plain = simulate(schedule, costs)
     alone = simulate(
         schedule, replace(costs, stages={**costs.stages, **{k: StageCost(s, 1.0, 1.0) for k, s in slow.items()}})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hetmesh.balance import DEFERRING
 from hetmesh.balance import POLICIES as BALANCERS
-from hetmesh.schedule.bubble_fill import INNER
+from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_draft import SINK, Draft, lane_ranks, some, sometimes
 
 
@@ -54,7 +54,7 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
     """Encoders on the LLM's ranks run in the gaps of the schedule that it has."""
     table = draft.table("parallelism")
     inner = table["pipeline_parallel_schedule"]
-    if inner not in INNER or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
+    if inner not in INNER_SCHEDULES or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
         return
     if sometimes(draw, 2):
         keys = {"bubble_fill_in_flight": st.just(16)}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hetmesh.balance import POLICIES as BALANCERS
 from hetmesh.recipe.recipe import Recipe, parse_recipe
-from hetmesh.schedule.bubble_fill import INNER
+from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_draft import Draft, sometimes
 from support.recipe_graphs import GRAPHS
 from support.recipe_pieces import OF_LAYOUT, PIECES, POLICIES, another_layout
@@ -237,7 +237,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "layers by name": _layout_key("module_fqns_per_model_part"),
     **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},
     "layers per slice": _key("bubble_fill_layers_per_slice"),
-    **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER},
+    **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER_SCHEDULES},
     "window": _key("three_phase_window"),
     "recompute": _key("three_phase_recompute"),
     "offload": _key("three_phase_offload"),

@@ -229,12 +229,11 @@ class StreamedCpu(Accelerator):
 
 @contextmanager
 def streamed(world: World) -> Iterator[Races]:
-    """Inside, `world` computes on a `StreamedCpu`, and ranks share no memory; jobs are built there. Collective."""
-    world.connect()
-    accelerator, before = StreamedCpu(world.device), (world.accelerator, world.neighbours)
-    world.accelerator, world.neighbours = accelerator, None
+    """Inside, `world` computes on a `StreamedCpu`; jobs are built there."""
+    accelerator, before = StreamedCpu(world.device), world.accelerator
+    world.accelerator = accelerator
     try:
         with accelerator.races:
             yield accelerator.races
     finally:
-        world.accelerator, world.neighbours = before
+        world.accelerator = before

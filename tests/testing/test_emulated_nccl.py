@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from hetmesh.boundary import Backend, Exchange, Label, World
-from hetmesh.boundary.channels import Channel
+from hetmesh.boundary.process_groups import Channel
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.errors import BoundaryError, HetmeshError
 from hetmesh.layout import Layout, MeshSpec, plan_transfer

@@ -117,7 +117,7 @@ TRACE = [
     {"ph": "M", "name": "process_name", "ts": 0, "tid": 1},
     event("actions", "user_annotation", 100.0, dur=100.0),
     event("actions", "gpu_user_annotation", 150.0, tid=7, dur=100.0),
-    event("/x/src/hetmesh/runtime/step.py(90): _forward", "python_function", 105.0, dur=20.0),
+    event("/x/src/hetmesh/runtime/step_runner.py(90): _forward", "python_function", 105.0, dur=20.0),
     event("/x/transformers/masking.py(4): find", "python_function", 106.0, dur=10.0),
     event("<built-in method item>", "python_function", 107.0, dur=5.0),
     event("aten::_local_scalar_dense", "cpu_op", 108.0, dur=3.0),
@@ -141,7 +141,7 @@ TRACE = [
 def test_waits_are_found_in_a_trace_and_named_by_what_was_running(load):
     trace = load("gpu_checks.trace")
     span = trace.Span.of(TRACE, "actions")
-    place = "hetmesh/runtime/step.py(90): _forward"
+    place = "hetmesh/runtime/step_runner.py(90): _forward"
     found = [(b.call, b.where, b.count) for b in trace.blocks(TRACE, span)]
     assert found == [  # a read's copy and wait are one
         ("cudaMemcpyAsync of memory that is not pinned", "transformers/inputs.py(7): move", 1),

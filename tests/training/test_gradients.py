@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import reference

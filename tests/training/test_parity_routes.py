@@ -13,7 +13,7 @@ from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime.step import StepRunner
+from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.testing import faults
 from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference, run

@@ -14,6 +14,7 @@ from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.cli import main
+from hetmesh.cli.check import checked
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders
@@ -26,7 +27,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.environment import choose_kernels
-from hetmesh.training.trainer import Trainer
+from hetmesh.training.trainer import Trainer, train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 5
@@ -117,6 +118,13 @@ def test_every_step_equals_that_of_a_plain_loop(pool4, tmp_path, name, optimizer
             assert loss == pytest.approx(true_loss, rel=1e-9)
             assert norm == pytest.approx(true_norm, rel=1e-9)
             assert lr == pytest.approx(true_lr, rel=1e-12)
+
+
+def test_a_process_that_has_checked_a_recipe_does_not_resolve_it_again(world, tmp_path, monkeypatch):
+    recipe = small("digits_single", tmp_path, "--training.steps", "1")
+    resolved, _ = checked(recipe)
+    monkeypatch.setattr("hetmesh.training.trainer.resolve", None)
+    assert train(recipe, resolved)["steps"] == 1
 
 
 def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_path, capsys, monkeypatch):
@@ -219,18 +227,16 @@ def kernels(monkeypatch):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_kernels_are_chosen_by_recipe_and_device(kernels, tmp_path, device, deterministic):
-    recipe = small("digits_single", tmp_path, f"--debug.deterministic={str(deterministic).lower()}")
-    choose_kernels(recipe, torch.device(device))
+def test_kernels_are_chosen_by_recipe_and_device(kernels, device, deterministic):
+    choose_kernels(deterministic, torch.device(device))
     assert torch.backends.cuda.cudnn_sdp_enabled() == (device == "cpu")
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert os.environ.get(WORKSPACE) == (":4096:8" if deterministic else None)
 
 
-def test_a_workspace_that_is_set_stays(kernels, tmp_path):
+def test_a_workspace_that_is_set_stays(kernels):
     kernels.setenv(WORKSPACE, ":16:8")
-    recipe = small("digits_single", tmp_path, "--debug.deterministic=true")
-    choose_kernels(recipe, torch.device("cpu"))
+    choose_kernels(True, torch.device("cpu"))
     assert os.environ[WORKSPACE] == ":16:8"
 
 

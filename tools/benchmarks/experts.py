@@ -40,7 +40,8 @@ from torch import Tensor
 
 from hetmesh.balance.place_experts import place_experts
 from hetmesh.boundary import World
-from hetmesh.boundary.backend import Backend, Waited
+from hetmesh.boundary.backend import Backend
+from hetmesh.boundary.watchdog import Handle
 from hetmesh.recipe.recipe import Recipe, load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
@@ -130,7 +131,7 @@ class Counting(Backend):
         tag: int,
         group: dist.ProcessGroup,
         what: object,
-    ) -> Waited:
+    ) -> Handle:
         stays = sizes[1][dist.get_rank(group)]
         self.sent[group, not sent.is_floating_point()] += (sent.numel() - stays) * sent.itemsize
         return super().all_to_all(received, sent, sizes, tag, group, what)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
 from hetmesh.attention.attention_plan import Gathered, Planned
 from hetmesh.boundary import Exchange, Label, World
-from hetmesh.boundary.channels import context_channel
+from hetmesh.boundary.process_groups import context_channel
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_gradient, plan_transfer
 

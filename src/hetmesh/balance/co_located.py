@@ -86,7 +86,7 @@ def pipelines(graph: ModuleGraph, name: str) -> tuple[tuple[int, ...], ...]:
 
 
 @lru_cache(maxsize=256)
-def dealt(microbatches: int, shares: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def deal_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which pipeline takes each microbatch, and as which of its own microbatches.
 
     Pipelines take turns such that each has had its share at any time, as nearly as whole numbers allow (numbers of
@@ -115,7 +115,7 @@ def dealt(microbatches: int, shares: tuple[int, ...]) -> tuple[tuple[int, ...], 
     return tuple(j for _, j in turns), tuple(numbers)
 
 
-def shared_out(
+def share_microbatches(
     graph: ModuleGraph, own: Sequence[str], assignment: Assignment, shares: Mapping[str, Sequence[int]]
 ) -> Assignment:
     """`assignment`, where the samples of a microbatch of an encoder that one lane of the sink has all go to one lane of
@@ -131,7 +131,7 @@ def shared_out(
     counts, microbatch, lane = list(assignment.microbatches), assignment.microbatch.copy(), assignment.lane.copy()
     for name, given in shares.items():
         groups, i = check_shares(graph, name, given), own.index(name)
-        taken, number = map(np.array, dealt(counts[i], tuple(given)))
+        taken, number = map(np.array, deal_microbatches(counts[i], tuple(given)))
         before = microbatch[:, i].copy()
         lane[:, i] = np.array(groups)[lane[:, -1], taken[before]]
         microbatch[:, i] = number[before]

@@ -64,8 +64,8 @@ def _perfect(cost: np.ndarray, limit: float) -> list[int] | None:
     return out
 
 
-MOVABLE = 8  # samples of one microbatch among which a subset is sought (256 sums): all, or its heaviest and lightest
-FORBIDDEN = 1 << 55  # a load that no microbatch has; times MOVABLE it is still a whole number of 64 bits
+MAX_MOVABLE_SAMPLES = 8  # of one microbatch, among which a subset is sought (256 sums): its heaviest and lightest
+FORBIDDEN_LOAD = 1 << 55  # that no microbatch has; times MAX_MOVABLE_SAMPLES it is still a whole number of 64 bits
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def defer(
         held = np.array([int(tokens[list(members[u])].sum()) for u in under.tolist()])
         moved = _subset_sums(np.where(real, tokens[table], 0))
         fits = (held[None, :, None] + moved[:, None] <= cap) | (moved == 0)[:, None]
-        after = np.where(fits, after, FORBIDDEN)
+        after = np.where(fits, after, FORBIDDEN_LOAD)
     # Of equally good handovers the one that moves fewest samples.
-    best = (after * (MOVABLE + 1) + _subset_sums(real.astype(np.int64))[:, None]).argmin(2)
+    best = (after * (MAX_MOVABLE_SAMPLES + 1) + _subset_sums(real.astype(np.int64))[:, None]).argmin(2)
     partner = bottleneck_matching(np.take_along_axis(after, best[..., None], 2)[..., 0])
     order, deferred = [], []
     for i, o in enumerate(over.tolist()):
@@ -123,8 +123,8 @@ def defer(
 
 def _movable(members: Sequence[int], work: np.ndarray) -> list[int]:
     heavy = sorted((i for i in members if work[i]), key=lambda i: (-int(work[i]), i))
-    half = MOVABLE // 2
-    return heavy if len(heavy) <= MOVABLE else heavy[:half] + heavy[-half:]
+    half = MAX_MOVABLE_SAMPLES // 2
+    return heavy if len(heavy) <= MAX_MOVABLE_SAMPLES else heavy[:half] + heavy[-half:]
 
 
 def _subset_sums(values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from hetmesh.balance.lpt import as_table, longest_first, normalised, scrambled
 from hetmesh.balance.step_lengths import step_lengths
 
 
-def arrange(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+def arrange_lanes(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """The block of each sample, and who is deferred (None: nobody), from bins that are as good as each other.
 
     Bins are dealt to groups of lanes such that each has as much to do in the whole step; if `Slots.deferral` allows,
@@ -23,7 +23,7 @@ def arrange(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> tuple[n
     slots, windows, groups = blocks.slots, blocks.windows, blocks.groups
     work = np.zeros((blocks.count, len(slots.lanes)), np.int64)
     np.add.at(work, bins, loads.work)
-    table = deal(work, groups, windows)
+    table = deal_bins(work, groups, windows)
     deferred = None
     if slots.deferral and windows > 1:
         table, deferred = _deferred(loads, blocks, bins, table)
@@ -46,7 +46,7 @@ def arrange(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> tuple[n
     return block[bins], deferred
 
 
-def deal(work: np.ndarray, groups: int, windows: int) -> np.ndarray:
+def deal_bins(work: np.ndarray, groups: int, windows: int) -> np.ndarray:
     """Bins to groups of lanes, `[groups, windows]`: totals of groups are near each other, and so are the bins of one
     window, heavy ones first.
 
@@ -80,9 +80,9 @@ def _deferred(
     return out, deferred
 
 
-RANDOM = 12  # random orders among the first candidates
-CHANGED = 20  # orders derived from the best one in each later round
-MANY = 64  # groups of lanes above which only the first candidates are tried, without random ones
+RANDOM_ORDERS = 12  # random orders among the first candidates
+CHANGED_ORDERS = 20  # orders derived from the best one in each later round
+MAX_SEARCHED_GROUPS = 64  # groups of lanes above which only the first candidates are tried, without random ones
 
 
 def best_orders(
@@ -116,11 +116,11 @@ def best_orders(
 def _searched(
     work: np.ndarray, pooled: np.ndarray, slots: Slots, unit: int, late: np.ndarray | None, rounds: int
 ) -> np.ndarray:
-    few = len(pooled) <= MANY
-    candidates = _first(pooled, RANDOM if few else 0)
+    few = len(pooled) <= MAX_SEARCHED_GROUPS
+    candidates = _first(pooled, RANDOM_ORDERS if few else 0)
     best, length = _score(work, candidates, slots, unit, late)
     for i in range(rounds if few else 0):
-        changed = np.stack([_changed(best, 97 * i + j) for j in range(CHANGED)])
+        changed = np.stack([_changed(best, 97 * i + j) for j in range(CHANGED_ORDERS)])
         found, shorter = _score(work, changed, slots, unit, late)
         better = shorter < length
         best = np.where(better[:, None], found, best)

@@ -10,10 +10,10 @@ import numpy as np
 
 from hetmesh.balance.lpt import SCALE, scrambled
 
-POOLED = 5  # samples of each bin: 126 ways; on chart-4k after 8 ms 4 leave a deviation 15% larger, 6 one as large
-MANY = 2048  # bins from which on 4 are pooled (35 ways): half the time per round, and good partners are many
+POOLED_SAMPLES = 5  # of each bin: 126 ways; on chart-4k after 8 ms 4 leave a deviation 15% larger, 6 one as large
+MANY_BINS = 2048  # bins from which on 4 are pooled (35 ways): half the time per round, and good partners are many
 PEAK_ROUNDS = 24
-PEAK = 0.01  # by how much a bin may be over its limit before it counts as a peak
+PEAK_TOLERANCE = 0.01  # by how much a bin may be over its limit before it counts as a peak
 
 Cost = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
 """(module, load of the first bin minus that of the second `[ways, pairs]`, their sum `[pairs]`) -> what is minimised, a
@@ -82,7 +82,7 @@ def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_
     bound, cost = limit[:, None].astype(np.float64), _guarded(limit)
     for i in range(PEAK_ROUNDS):
         beyond = (state.excess / bound).max(0)
-        high = np.flatnonzero(beyond > 1 + PEAK)[: count // 2]
+        high = np.flatnonzero(beyond > 1 + PEAK_TOLERANCE)[: count // 2]
         if not len(high):
             break
         high = high[np.argsort(-beyond[high], kind="stable")]
@@ -117,7 +117,7 @@ class _State:
 
     def __init__(self, load: np.ndarray, bins: np.ndarray, target: np.ndarray | None, equal_counts: bool) -> None:
         self.bins, self.samples, self.equal_counts = bins.copy(), len(load), equal_counts
-        self.pooled = min(bins.shape[1], POOLED if len(bins) < MANY else POOLED - 1)
+        self.pooled = min(bins.shape[1], POOLED_SAMPLES if len(bins) < MANY_BINS else POOLED_SAMPLES - 1)
         self.values = np.zeros((load.shape[1], max(int(bins.max()) + 1, len(load))))
         self.values[:, : len(load)] = load.T
         self.excess = self.values[:, bins].sum(2)

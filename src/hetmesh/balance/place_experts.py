@@ -17,7 +17,7 @@ from hetmesh.errors import GraphError
 Placement = tuple[int, ...]
 """The expert at each place. Rank r of n holds places r * E/n to (r + 1) * E/n - 1."""
 
-NEAR = 1.01
+NEAR_BEST_RATIO = 1.01
 """A placement whose fullest rank is at most this many times the best one's is as good as that, if it moves less."""
 
 
@@ -42,7 +42,7 @@ def place_experts(
     now = _fullest(weights, here.reshape(ranks, -1))
     near = _exchanged(weights, here.reshape(ranks, -1))
     fresh = _exchanged(weights, _packed(weights, ranks))
-    best = near if _fullest(weights, near) <= NEAR * _fullest(weights, fresh) else _in_place(fresh, here)
+    best = near if _fullest(weights, near) <= NEAR_BEST_RATIO * _fullest(weights, fresh) else _in_place(fresh, here)
     if _fullest(weights, best) > (1 - worth) * now:
         return tuple(here.tolist())
     return tuple(_settled(best, here.reshape(ranks, -1)).ravel().tolist())

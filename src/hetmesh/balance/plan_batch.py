@@ -11,7 +11,7 @@ import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
-from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, shared_out
+from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, share_microbatches
 from hetmesh.balance.run_balancer import assign
 from hetmesh.balance.step_lengths import Score
 from hetmesh.cost.flops import SampleCosts
@@ -19,9 +19,9 @@ from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
 
-_UNKNOWN = SampleCosts((1, 0, 0), 2.0)
-_BITS = 60  # of 63, for sums over modules
-_OVERHEAD = 256  # rows: an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
+_COSTS_BY_ROWS = SampleCosts((1, 0, 0), 2.0)
+_WORK_BITS = 60  # of 63, for sums over modules
+_OVERHEAD_ROWS = 256  # an H100 reads the weights of a layer in the time in which it multiplies about 295 rows by them
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bal
         each = samples_work(graph, name, metas).astype(np.float64) @ np.array(_costs_of(balance, name).forward, float)
         largest += float(each.max(initial=0.0))
     whole = largest * max(len(metas), 1)  # all as large as the largest: what they may be padded to
-    if whole < 2.0**_BITS:
+    if whole < 2.0**_WORK_BITS:
         return balance
-    shift = math.ceil(math.log2(whole)) - _BITS
+    shift = math.ceil(math.log2(whole)) - _WORK_BITS
     coarse = {}
     for name in graph.order:
         costs = _costs_of(balance, name)
@@ -98,7 +98,7 @@ def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bal
 
 
 def _costs_of(balance: BalanceOptions, name: str) -> SampleCosts:
-    return balance.costs.get(name, _UNKNOWN)
+    return balance.costs.get(name, _COSTS_BY_ROWS)
 
 
 def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions = UNBALANCED, samples: int = 0) -> Slots:
@@ -126,7 +126,7 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         tuple(max(-(-samples // sizes[name]), 1) if name in sizes else microbatches for name in own),
         max_tokens=tuple(balance.max_tokens.get(name) for name in own),
         stages=tuple(graph[name].num_stages for name in own),
-        overhead=tuple(_OVERHEAD * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),
+        overhead=tuple(_OVERHEAD_ROWS * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),
         backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
         equal_counts=balance.equal_counts,
@@ -191,7 +191,7 @@ def plan_batch(
     loads = batch_loads(graph, samples, balance)
     found = assign(loads, slots, policy, score=balance.score)
     if balance.microbatch_shares:
-        found = check(loads, slots, shared_out(graph, loads.modules, found, balance.microbatch_shares))
+        found = check(loads, slots, share_microbatches(graph, loads.modules, found, balance.microbatch_shares))
     return batch_plan_of(graph, samples, found)
 
 

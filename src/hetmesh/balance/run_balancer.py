@@ -11,7 +11,7 @@ from hetmesh.balance.policies import POLICIES, auto
 from hetmesh.balance.step_lengths import Score, pipeline_score, with_microbatches
 from hetmesh.errors import GraphError
 
-FREE = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
+MICROBATCH_FACTORS = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
 
 
 def assign(loads: BatchLoads, slots: Slots, policy: str = "auto", *, score: Score | None = None) -> Assignment:
@@ -70,7 +70,7 @@ def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> 
 
 def _numbers_of_microbatches(slots: Slots) -> Iterator[tuple[int, ...]]:
     given = set()
-    for factor in FREE:
+    for factor in MICROBATCH_FACTORS:
         counts = tuple(max(1, round(count * factor)) for count in slots.microbatches)
         if counts not in given:
             given.add(counts)

@@ -16,8 +16,8 @@ from hetmesh.balance.lpt import from_table, longest_first
 from hetmesh.balance.step_lengths import Score
 from hetmesh.errors import GraphError
 
-ROOM = 1.1  # windows beside the least number: what is not divisible never fills bins evenly
-WORTH = 0.9  # a share of the windows above which leaving some empty is not tried
+SLACK_RATIO = 1.1  # windows beside the least number: what is not divisible never fills bins evenly
+MAX_WINDOW_SHARE = 0.9  # a share of the windows above which leaving some empty is not tried
 
 
 def fewer_windows(loads: BatchLoads, slots: Slots) -> list[int]:
@@ -36,8 +36,8 @@ def fewer_windows(loads: BatchLoads, slots: Slots) -> list[int]:
         for total, most, parts in zip(loads.work.sum(0), largest, blocks.parts[:, 0], strict=True)
         if most
     ]
-    least = math.ceil(ROOM * max(even))
-    if least > WORTH * blocks.windows:
+    least = math.ceil(SLACK_RATIO * max(even))
+    if least > MAX_WINDOW_SHARE * blocks.windows:
         return []
     return sorted({least, (least + blocks.windows) // 2})
 
@@ -50,22 +50,22 @@ def with_windows(slots: Slots, windows: int) -> Slots:
 
 def no_larger(found: Assignment, plain: Assignment, loads: BatchLoads) -> bool:
     """Whether the largest microbatch of `found` needs hardly more memory than that of `plain`, in every module: it is
-    within `ROOM` of it or of the largest sample."""
+    within `SLACK_RATIO` of it or of the largest sample."""
     each = zip(found.sums(loads.work), plain.sums(loads.work), loads.work.max(0, initial=0), strict=True)
-    return all(int(own.max()) <= ROOM * max(int(other.max()), int(sample)) for own, other, sample in each)
+    return all(int(own.max()) <= SLACK_RATIO * max(int(other.max()), int(sample)) for own, other, sample in each)
 
 
-def padded(assignment: Assignment, slots: Slots) -> Assignment:
+def with_empty_windows(assignment: Assignment, slots: Slots) -> Assignment:
     """`assignment` with empty microbatches at its end, as many as `slots` has more."""
     return replace(assignment, microbatches=slots.microbatches)
 
 
-FACTORS = (0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)
+WINDOW_FACTORS = (0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)
 """Of the number asked for."""
-SPARE = 2  # empty places per bin beside the mean count
-BETTER = 0.01  # by how much shorter a step must be with other windows, samples placed roughly, to try it thoroughly
-CROWDED = 1.1  # the fullest bin over max(mean, largest sample) from which on a number with more room is looked for
-NEAR = 0.25  # how far that number may be from the one asked for
+SPARE_PLACES = 2  # empty places per bin beside the mean count
+MIN_GAIN = 0.01  # by how much shorter a step must be with other windows, samples placed roughly, to try it thoroughly
+CROWDED_RATIO = 1.1  # fullest bin over max(mean, largest sample) from which on a number with more room is looked for
+MAX_EXTRA_SHARE = 0.25  # how far that number may be from the one asked for
 
 
 def free_windows(loads: BatchLoads, slots: Slots, score: Score) -> list[int]:
@@ -78,39 +78,39 @@ def free_windows(loads: BatchLoads, slots: Slots, score: Score) -> list[int]:
     """
     windows = BatchBlocks(slots).windows
     most = max(-(-len(loads) // BatchBlocks(slots).groups), windows)
-    counts = {min(max(round(windows * factor), 1), most) for factor in FACTORS} | {windows}
+    counts = {min(max(round(windows * factor), 1), most) for factor in WINDOW_FACTORS} | {windows}
     lengths = {n: _rough_length(loads, with_windows(slots, n), score) for n in sorted(counts)}
     best = min(lengths, key=lambda n: (lengths[n], abs(n - windows), n))
-    shorter = [best] if lengths[best] < lengths[windows] * (1 - BETTER) else []
+    shorter = [best] if lengths[best] < lengths[windows] * (1 - MIN_GAIN) else []
     return list(dict.fromkeys(roomier_windows(loads, slots) + fewer_windows(loads, slots) + shorter))
 
 
 def _rough_length(loads: BatchLoads, slots: Slots, score: Score) -> float:
     try:
-        return score(rough(loads, slots))
+        return score(rough_assignment(loads, slots))
     except GraphError:  # too few for a cap
         return float("inf")
 
 
-def rough(loads: BatchLoads, slots: Slots) -> Assignment:
+def rough_assignment(loads: BatchLoads, slots: Slots) -> Assignment:
     """The longest first, and no exchanges.
 
     Raises:
         GraphError: no way was found to keep a cap.
     """
     blocks = BatchBlocks(slots)
-    table = longest_first(blocks.normalised(loads), blocks.count, -(-len(loads) // blocks.count) + SPARE)
+    table = longest_first(blocks.normalised(loads), blocks.count, -(-len(loads) // blocks.count) + SPARE_PLACES)
     return from_blocks(loads, slots, from_table(table, len(loads)), policy="longest first")
 
 
 def roomier_windows(loads: BatchLoads, slots: Slots) -> list[int]:
     """The smallest number of more windows in which no bin need be crowded, if some bin now must be; at most one."""
     blocks = BatchBlocks(slots)
-    if not blocks.uniform or not len(loads) or least_crowding(loads, slots) <= CROWDED:
+    if not blocks.uniform or not len(loads) or least_crowding(loads, slots) <= CROWDED_RATIO:
         return []
-    last = int(blocks.windows * (1 + NEAR))
+    last = int(blocks.windows * (1 + MAX_EXTRA_SHARE))
     more = range(blocks.windows + 1, last + 1)
-    return next(([n] for n in more if least_crowding(loads, with_windows(slots, n)) <= CROWDED), [])
+    return next(([n] for n in more if least_crowding(loads, with_windows(slots, n)) <= CROWDED_RATIO), [])
 
 
 def least_crowding(loads: BatchLoads, slots: Slots) -> float:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 _CPU = torch.device("cpu")
+_MIN_KEPT_ELEMENTS = 2**15  # less comes from the heap of the process at no cost
+_MAX_UNUSED_BYTES = 2**28
 
 
 class Stream(Protocol):
@@ -155,3 +157,40 @@ class Cuda(Accelerator):
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
+
+
+class Buffers:
+    """Memory for packed messages, used again and again: flat tensors on one device, by dtype and power of two.
+
+    Fresh memory of a few MB is cleared by the kernel page by page, which costs as much as packing. CUDA's allocator
+    keeps memory itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor of at least `numel` elements, of any content."""
+        if numel < _MIN_KEPT_ELEMENTS or self.device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        size = 1 << (numel - 1).bit_length()
+        free = self._free.get((dtype, size))
+        if not free:
+            with torch.inference_mode(False):  # what is made inside cannot be written to outside
+                return torch.empty(size, dtype=dtype)
+        buffer = free.pop()
+        self._bytes -= buffer.nbytes
+        return buffer
+
+    def give(self, buffer: Tensor) -> None:
+        """Hand back what `take` returned and nobody uses any more."""
+        if (
+            buffer.numel() < _MIN_KEPT_ELEMENTS
+            or self.device.type != "cpu"
+            or self._bytes + buffer.nbytes > _MAX_UNUSED_BYTES
+        ):
+            return
+        self._bytes += buffer.nbytes
+        self._free.setdefault((buffer.dtype, buffer.numel()), []).append(buffer)

@@ -11,50 +11,37 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.boundary.watchdog import GRACE, Watchdog
+from hetmesh.boundary.watchdog import GRACE, Handle, Watchdog
 from hetmesh.errors import BoundaryError
 
-Message = tuple[int, Tensor]
-"""The other rank and the buffer."""
+PeerBuffer = tuple[int, Tensor]
+"""The other rank of a message, and its buffer."""
 
+Group = dist.ProcessGroup | None
+"""A communicator; None: that of all ranks."""
 
-class Waited(Protocol):
-    """What waits need of a work in flight: of a `torch.distributed.Work`, or of what a neighbour sends."""
-
-    def wait(self, timeout: timedelta = ..., /) -> object:
-        """Wait for it. Raises RuntimeError where that takes longer, or the other end is gone."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether it is over, without waiting."""
-        ...
-
-
-Posted = list[tuple[int | None, Waited]]
+Posted = list[tuple[int | None, Handle]]
 """Works in flight with the rank that each waits for; None where one work stands for several messages."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Gloo's ways; subclasses say what others do otherwise.
+    """How gloo does it; subclasses override what other backends do differently.
 
     Attributes:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
-        shares_memory: whether messages between ranks of one host go through memory that both see.
         by_order: whether messages are matched by their order on a communicator, and not by tags: then each purpose has
-            a communicator of its own (`hetmesh.boundary.channels`).
+            a separate communicator (`process_groups.Channel`).
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
-    shares_memory: bool = True
     by_order: bool = False
 
     @property
@@ -67,27 +54,18 @@ class Backend:
         """The backend that torch.distributed calls `name` (`cpu:gloo,cuda:nccl` counts as NCCL)."""
         return Nccl(name) if "nccl" in name else Backend(name)
 
-    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Make what the first message on a group would make. All its ranks call it once, before any message.
-
-        Args:
-            group: None: that of all ranks.
-        """
+    def connect(self, device: torch.device, group: Group = None) -> None:
+        """Make what the first message on a group would make. All its ranks call it once, before any message."""
 
     def post(
-        self,
-        receives: Sequence[Message],
-        sends: Iterable[Message],
-        tag: int,
-        group: dist.ProcessGroup | None,
-        what: object,
+        self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Group, what: object
     ) -> tuple[Posted, Posted]:
         """Post receives, then sends, each of which may be packed when it is asked for: the one before is on its way.
 
         Args:
             receives, sends: buffers, with ranks of the job.
             tag: what messages are matched by, where the backend matches by tags; then all go through one group.
-            group: the communicator, where it matches by order; None: that of all ranks.
+            group: the communicator, where it matches by order.
             what: `str(what)` names the transfer.
         """
         everyone = _everyone()
@@ -102,31 +80,30 @@ class Backend:
         tag: int,
         group: dist.ProcessGroup,
         what: object,
-    ) -> Waited:
+    ) -> Handle:
         """Begin an all-to-all of flat buffers in which the ranks of `group` follow each other.
 
         Args:
             sizes: elements per rank, received and sent.
             tag, what: as in `post`.
         """
-        to_receive, to_send = (list(each) for each in sizes)
-        work = dist.all_to_all_single(received, sent, to_receive, to_send, group=group, async_op=True)
+        work = dist.all_to_all_single(received, sent, list(sizes[0]), list(sizes[1]), group=group, async_op=True)
         assert work is not None
         return work
 
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
-        """Called once behind whatever was posted: messages and collectives that nobody waits for on the spot.
+        """Called once after something was posted: messages and collectives that nobody waits for on the spot.
 
         Args:
             what: `str(what)` names them, for the watchdog.
         """
 
-    def wait(self, work: Waited, timeout: float) -> None:
+    def wait(self, work: Handle, timeout: float) -> None:
         """Wait for one work, for at most `timeout` seconds."""
         work.wait(_seconds(timeout))
 
     def step(self) -> AbstractContextManager[object]:
-        """Surrounds what a rank does in one step: behind it nothing is in flight, and everything was waited for."""
+        """Surrounds what a rank does in one step: after it nothing is in flight, and everything was waited for."""
         return nullcontext()
 
     def group_timeout(self, timeout: float) -> timedelta:
@@ -140,21 +117,15 @@ class Nccl(Backend):
 
     name: str = "nccl"
     device_type: str = "cuda"
-    shares_memory: bool = False
     by_order: bool = True
 
-    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def connect(self, device: torch.device, group: Group = None) -> None:
         # The first batch of messages on a group makes its communicator over all its ranks, also those without a
         # message: they would be waited for.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def post(
-        self,
-        receives: Sequence[Message],
-        sends: Iterable[Message],
-        tag: int,
-        group: dist.ProcessGroup | None,
-        what: object,
+        self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Group, what: object
     ) -> tuple[Posted, Posted]:
         """One coalesced batch, and its works; see `Backend.post`."""
         ops = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives]
@@ -163,11 +134,11 @@ class Nccl(Backend):
 
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
         """The watchdog looks after them from here on, since NCCL counts from here too."""
-        name = str(what)  # its words alone: it may hold buffers, and is kept until somebody looks
+        name = str(what)  # only the text is kept: the object may hold buffers
         for _, work in works:
             watchdog.expect(work, name)
 
-    def wait(self, work: Waited, timeout: float) -> None:
+    def wait(self, work: Handle, timeout: float) -> None:
         """Let the stream wait. With a timeout the host would wait too."""
         work.wait()
 

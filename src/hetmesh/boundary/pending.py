@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,15 +25,15 @@ REMEDY = (
 )
 
 
+@dataclass
 class _Pending:
     """One per process. `token` ends the chain; `crossed` are its boundaries, oldest first."""
 
-    def __init__(self) -> None:
-        self.token: Tensor | None = None
-        self.crossed: list[tuple[Label, bool]] = []  # and whether the caller gave the name
-        self.stepped = False  # an optimizer has made a step since
-        self.running = False  # hetmesh.backward is at work
-        self.hooked = False
+    token: Tensor | None = None
+    crossed: list[tuple[Label, bool]] = field(default_factory=list)  # and whether the caller gave the name
+    stepped: bool = False  # an optimizer has made a step since
+    running: bool = False  # hetmesh.backward is at work
+    hooked: bool = False
 
     def __str__(self) -> str:
         names = list(dict.fromkeys(repr(label.boundary) for label, _ in self.crossed))
@@ -50,7 +51,7 @@ def check(label: Label, named: bool, requires_grad: bool) -> None:
         BoundaryError: `hetmesh.backward` was forgotten: an optimizer has made a step since a boundary was crossed, or
             the same name and microbatch is crossed again. Nothing is pending then.
     """
-    repeated = requires_grad and named and any(known and each == label for each, known in _pending.crossed)
+    repeated = requires_grad and named and any(known and crossed == label for crossed, known in _pending.crossed)
     if not (repeated or _pending.stepped):
         return
     what = str(_pending)
@@ -72,7 +73,7 @@ def cross(label: Label, named: bool, device: torch.device) -> Tensor:
 
 
 def crossed(token: Tensor) -> None:
-    """The token behind the newest boundary."""
+    """The token that the newest boundary returned."""
     _pending.token = token
 
 

@@ -85,35 +85,29 @@ _made: WeakKeyDictionary[TransferStep, dict[int, RankStep]] = WeakKeyDictionary(
 
 def rank_step(step: TransferStep, rank: int) -> RankStep:
     """What `rank` does in `step`; made once."""
-    of_step = _made.get(step)
-    if of_step is None:
-        of_step = _made[step] = {}
+    of_step = _made.setdefault(step, {})
     if rank not in of_step:
         of_step[rank] = _make(step, rank)
     return of_step[rank]
 
 
 def _make(step: TransferStep, rank: int) -> RankStep:
-    held = step.src.intervals(step.shape, rank) if rank in step.src.mesh else ()
-    kept = step.dst.intervals(step.shape, rank) if rank in step.dst.mesh else ()
-    source_shape, result_shape = tuple(map(extent, held)), tuple(map(extent, kept))
+    source = step.src.intervals(step.shape, rank) if rank in step.src.mesh else ()
+    result = step.dst.intervals(step.shape, rank) if rank in step.dst.mesh else ()
+    source_shape, result_shape = tuple(map(extent, source)), tuple(map(extent, result))
     received = step.received(rank)
-    covered = [piece.numel for piece in received]
-    turned = max(max(step.src.mesh.ranks), max(step.dst.mesh.ranks)) + 1
-    taken = sorted(((piece.src, piece) for piece in received if piece.src != rank), key=lambda item: item[0])
-    given = sorted(((p.dst, p) for p in step.sent(rank)), key=lambda item: (item[0] - rank) % turned)
-    receives, received_packed = _parts(taken, kept, result_shape, in_place=not step.summed)
-    sends, sent_packed = _parts(given, held, source_shape)
-    own = [
-        pair
-        for piece in received
-        if piece.src == rank
-        for pair in _common(piece, held, source_shape, kept, result_shape)
-    ]
+    sizes = [piece.numel for piece in received]
+    rotation = max(max(step.src.mesh.ranks), max(step.dst.mesh.ranks)) + 1
+    incoming = sorted(((piece.src, piece) for piece in received if piece.src != rank), key=lambda item: item[0])
+    outgoing = sorted(((p.dst, p) for p in step.sent(rank)), key=lambda item: (item[0] - rank) % rotation)
+    receives, received_packed = _parts(incoming, result, result_shape, in_place=not step.summed)
+    sends, sent_packed = _parts(outgoing, source, source_shape)
+    local = (piece for piece in received if piece.src == rank)
+    own = [pair for piece in local for pair in _common(piece, source, source_shape, result, result_shape)]
     return RankStep(
         source_shape if rank in step.src.mesh else None,
         result_shape if rank in step.dst.mesh else None,
-        sum(covered[:1] if step.summed else covered) == math.prod(result_shape),
+        sum(sizes[:1] if step.summed else sizes) == math.prod(result_shape),
         receives,
         sends,
         tuple(own),
@@ -138,7 +132,7 @@ def _parts(
     """
     parts, start, strides = [], 0, contiguous_stride(shape)
     for peer, piece in pieces:
-        ranges = [locate(rows, wanted) for rows, wanted in zip(local, piece.index, strict=True)]
+        ranges = [locate(rows, part) for rows, part in zip(local, piece.index, strict=True)]
         extents = tuple([extent(rows) for rows in ranges])
         numel = math.prod(extents)
         if all(len(rows) == 1 for rows in ranges):
@@ -160,35 +154,34 @@ def _several(
     ranges: Sequence[Intervals], extents: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
     """A piece that is not one block, in its tensor and in its message."""
-    behind = [list(itertools.accumulate((b - a for a, b in rows), initial=0)) for rows in ranges]
+    starts = [list(itertools.accumulate((b - a for a, b in rows), initial=0)) for rows in ranges]
     blocks, packed = [], []
     for choice in itertools.product(*(range(len(rows)) for rows in ranges)):
         edges = [rows[i] for rows, i in zip(ranges, choice, strict=True)]
         size = tuple(b - a for a, b in edges)
         blocks.append(_block([a for a, _ in edges], size, shape))
-        packed.append(_block([rows[i] for rows, i in zip(behind, choice, strict=True)], size, extents))
+        packed.append(_block([rows[i] for rows, i in zip(starts, choice, strict=True)], size, extents))
     return tuple(blocks), tuple(packed)
 
 
 def _common(
     piece: Piece,
-    held: Sequence[Intervals],
+    source: Sequence[Intervals],
     source_shape: tuple[int, ...],
-    kept: Sequence[Intervals],
+    result: Sequence[Intervals],
     result_shape: tuple[int, ...],
 ) -> Iterator[tuple[Block, Block]]:
     """Where a piece lies in two local tensors, cut so that every block is one in both."""
-    runs = [
-        list(_pairs(locate(a, wanted), locate(b, wanted))) for a, b, wanted in zip(held, kept, piece.index, strict=True)
-    ]
+    dims = zip(source, result, piece.index, strict=True)
+    runs = [list(_pairs(locate(a, part), locate(b, part))) for a, b, part in dims]
     for choice in itertools.product(*runs):
         size = tuple(length for _, _, length in choice)
-        source = _block([start for start, _, _ in choice], size, source_shape)
-        result = _block([start for _, start, _ in choice], size, result_shape)
-        if _is_run(size, source.stride) and _is_run(size, result.stride):  # one dim will do
-            whole = (math.prod(size),)
-            source, result = Block(whole, (1,), source.offset), Block(whole, (1,), result.offset)
-        yield source, result
+        here = _block([start for start, _, _ in choice], size, source_shape)
+        there = _block([start for _, start, _ in choice], size, result_shape)
+        if _is_run(size, here.stride) and _is_run(size, there.stride):  # one dim will do
+            length = (math.prod(size),)
+            here, there = Block(length, (1,), here.offset), Block(length, (1,), there.offset)
+        yield here, there
 
 
 def _pairs(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:

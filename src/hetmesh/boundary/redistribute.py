@@ -7,7 +7,9 @@ every rank, and the boundaries' backwards run in reverse order of the forwards o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,16 +18,29 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh._torch_compat import averaged_over
 from hetmesh.boundary import pending
-from hetmesh.boundary.arguments import check_arguments
-from hetmesh.boundary.exchange import Exchange
 from hetmesh.boundary.log import Label
+from hetmesh.boundary.plan_exchange import Exchange
 from hetmesh.boundary.rank_step import contiguous_stride
-from hetmesh.boundary.transport import choose
+from hetmesh.boundary.transport import check_transport, choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec, Placement, TransferPlan, plan_gradient, plan_transfer
 
 
+@contextlib.contextmanager
+def _dropped_on_error() -> Iterator[None]:
+    """An error in the body is one of this step: nothing is pending then, and tags are those of before."""
+    world = World.current()
+    transfers = world.transfers
+    try:
+        yield
+    except BaseException:
+        pending.drop()
+        world.transfers = transfers
+        raise
+
+
+@_dropped_on_error()
 def redistribute(
     x: Tensor | DTensor | None,
     dst: Layout,
@@ -42,13 +57,13 @@ def redistribute(
     """Bring a tensor from its layout to layout `dst`, on any ranks, differentiably. Every rank of the job calls it.
 
     The backward brings the gradient back as the exact adjoint: a gradient of a Replicate source is Replicate, of a
-    Partial source Replicate, of a Shard source Shard. Gradients are sums: no module before or behind a boundary may
+    Partial source Replicate, of a Shard source Shard. Gradients are sums: no module before or after a boundary may
     average its own. FSDP2's `fully_shard` does unless `set_gradient_divide_factor` has been called: `hetmesh.backward`
     refuses it where the module's input carries a gradient. DistributedDataParallel averages too, and cannot be seen.
 
     Args:
         x: this rank's share under `src` (a local tensor or a DTensor); None on ranks outside `src`.
-        dst: the wanted layout.
+        dst: the layout of the result.
         src, shape, dtype: layout, global shape and element type of `x`, equal on all ranks. They may be left out
             where every rank holds `x` as a DTensor.
         requires_grad: whether a gradient flows back; static and equal on all ranks.
@@ -71,31 +86,22 @@ def redistribute(
         BoundaryTimeout: a peer did not answer in time.
     """
     world = World.current()
-    transfers = world.transfers
-    try:
-        return _redistribute(
-            world, x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch
-        )
-    except BaseException:  # this step has failed
-        pending.drop()
-        world.transfers = transfers
-        raise
-
-
-def _redistribute(
-    world: World,
-    x: Tensor | DTensor | None,
-    dst: Layout,
-    src: Layout | None,
-    shape: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    requires_grad: bool,
-    grad_placements: Sequence[Placement] | None,
-    transport: str,
-    name: str | None,
-    microbatch: int,
-) -> Tensor | DTensor | None:
-    shape = check_arguments(x, dst, src, shape, dtype, requires_grad, grad_placements, transport, name, microbatch)
+    arguments = {
+        "x": (x, "a tensor or None", x is None or isinstance(x, Tensor)),
+        "dst": (dst, "a hetmesh.Layout", isinstance(dst, Layout)),
+        "src": (src, "a hetmesh.Layout or None", src is None or isinstance(src, Layout)),
+        "dtype": (dtype, "a torch.dtype or None", dtype is None or isinstance(dtype, torch.dtype)),
+        "requires_grad": (requires_grad, "True or False", isinstance(requires_grad, bool)),
+        "grad_placements": (grad_placements, "a sequence of placements or None", _is_sequence(grad_placements)),
+        "name": (name, "a string or None", name is None or isinstance(name, str)),
+        "microbatch": (microbatch, "a whole number >= 0", _is_size(microbatch)),
+        "shape": (shape, "whole numbers >= 0", _is_sequence(shape) and all(map(_is_size, shape or ()))),
+    }
+    for argument, (value, valid, good) in arguments.items():
+        if not good:
+            raise BoundaryError(f"redistribute: {argument} must be {valid}, got {value!r} ({type(value).__name__})")
+    check_transport(transport)
+    shape = None if shape is None else tuple(map(operator.index, shape))
     label = Label(f"redistribute {world.transfers}" if name is None else name, microbatch)
     for layout in (dst, src):
         if layout is not None:
@@ -132,14 +138,20 @@ def _redistribute(
         if mesh is None or y is None:
             return y
         return DTensor.from_local(
-            y,
-            mesh,
-            dst.torch_placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=contiguous_stride(shape),
+            y, mesh, dst.torch_placements, run_check=False, shape=torch.Size(shape), stride=contiguous_stride(shape)
         )
     return y if world.rank in src.mesh else None
+
+
+def _is_sequence(value: object) -> bool:
+    return value is None or (isinstance(value, Sequence) and not isinstance(value, str))
+
+
+def _is_size(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= 0  # type: ignore[arg-type]
+    except TypeError:
+        return False
 
 
 def backward(loss: Tensor | DTensor | None = None) -> None:
@@ -155,13 +167,10 @@ def backward(loss: Tensor | DTensor | None = None) -> None:
     token = pending.take()
     if loss is not None and not isinstance(loss, Tensor):
         raise BoundaryError(f"hetmesh.backward needs a loss or None, got {type(loss).__name__}")
-    roots: list[Tensor] = []
-    grads: list[Tensor] = []
-    if loss is not None and loss.requires_grad:
-        if loss.numel() > 1:
-            raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(loss.shape)}")
-        roots.append(loss)
-        grads.append(torch.ones_like(loss))
+    roots = [] if loss is None or not loss.requires_grad else [loss]
+    if roots and roots[0].numel() > 1:
+        raise BoundaryError(f"hetmesh.backward needs a scalar loss or a stand-in, got shape {tuple(roots[0].shape)}")
+    grads = [torch.ones_like(root) for root in roots]
     if token is not None:
         roots.append(token)
         grads.append(torch.zeros_like(token))
@@ -203,7 +212,7 @@ class _Crossing:
     def prepare(self) -> None:
         """Build process groups and meshes here, where every rank passes: building them is collective."""
         for plan, transport in zip((self.plan, self.back), self.transports, strict=True):
-            chosen = choose(plan, self.world.link, transport)
+            chosen = choose(plan, self.world.backend.link, transport)
             if chosen == "all_to_all":
                 for step in plan.steps:
                     self.world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))
@@ -219,15 +228,11 @@ class _Crossing:
         return Exchange(self.world, plan, local, self.dtype, label, transport=transport, tag=tag).start().finish()
 
     def forward(self, local: Tensor | None) -> Tensor:
-        """The result on this rank, in memory of its own."""
+        """The result on this rank, in new memory."""
         y = self.run(None if local is None else local.detach(), forward=True)
-        if y is None:
-            return self.stand_in()
+        if y is None:  # no rows stand for the result outside the destination
+            return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
         return y.clone() if self.plan.is_identity else y
-
-    def stand_in(self) -> Tensor:
-        """The zero-row tensor that stands for the result on ranks outside the destination."""
-        return torch.empty((0, *self.plan.shape[1:]), dtype=self.dtype, device=self.world.device)
 
 
 class _Boundary(torch.autograd.Function):
@@ -268,11 +273,15 @@ def _complete(
                 f"{label}: torch sorts the ranks of a mesh axis silently, so collectives on {x.device_mesh} permute "
                 "data; build it with hetmesh.device_mesh(MeshSpec(...))"
             )
-        found = Layout(MeshSpec.of(x.device_mesh), tuple(x.placements))
+        actual = Layout(MeshSpec.of(x.device_mesh), tuple(x.placements))
         if src is None:
-            src = found
-        elif (found.mesh.ranks, found.mesh.sizes, found.placements) != (src.mesh.ranks, src.mesh.sizes, src.placements):
-            raise BoundaryError(f"{label}: x lies as {found}, but src says {src}")
+            src = actual
+        elif (actual.mesh.ranks, actual.mesh.sizes, actual.placements) != (
+            src.mesh.ranks,
+            src.mesh.sizes,
+            src.placements,
+        ):
+            raise BoundaryError(f"{label}: x lies as {actual}, but src says {src}")
         if shape is not None and tuple(shape) != tuple(x.shape):
             raise BoundaryError(f"{label}: x has global shape {tuple(x.shape)}, but shape says {tuple(shape)}")
         shape, dtype = tuple(x.shape), dtype or x.dtype

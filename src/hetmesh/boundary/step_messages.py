@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.backend import Posted
-from hetmesh.boundary.inbox import Arrival
 from hetmesh.boundary.log import Label
-from hetmesh.boundary.neighbours import Neighbours
 from hetmesh.boundary.rank_step import LocalPiece, RankStep, rank_step
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.layout import TransferStep
 
-_Arrived = tuple[LocalPiece, Tensor | Arrival, int]
-"""A message that is not received in place: the buffer and where it begins in it, or where a neighbour tells of it."""
-
-
-class Envelope(NamedTuple):
-    """What is written on the messages of a transfer, as MPI has it.
-
-    Attributes:
-        label: names the transfer in logs and errors.
-        tag: see `Exchange`.
-        group: see `Exchange`.
-    """
-
-    label: Label
-    tag: int
-    group: dist.ProcessGroup | None
+_Arrived = tuple[LocalPiece, Tensor, int]
+"""A message that is not received in place: its buffer, and where it begins in it."""
 
 
 class StepMessages:
@@ -45,6 +27,7 @@ class StepMessages:
 
     Args:
         local: this rank's share of the step's source layout; None outside it.
+        label, tag, group: see `Exchange`.
         collective: by one all-to-all instead of a message per peer.
 
     Attributes:
@@ -61,12 +44,14 @@ class StepMessages:
         step: TransferStep,
         local: Tensor | None,
         dtype: torch.dtype,
-        envelope: Envelope,
+        label: Label,
         *,
+        tag: int,
+        group: dist.ProcessGroup | None,
         collective: bool,
     ) -> None:
-        self.world, self.dtype = world, dtype
-        self.label, tag, self.group = envelope
+        self.world, self.dtype, self.collective = world, dtype, collective
+        self.label, self.group = label, group
         self.step: RankStep = rank_step(step, self.world.rank)
         self.local = None if local is None else local.contiguous()
         self.base = 0 if self.local is None else int(self.local.storage_offset())
@@ -76,36 +61,26 @@ class StepMessages:
         self.sends: Posted = []
         self._done = False
         self._peer: int | None = None
-        self.out = self._result()
-        self.collective = collective
+        self.out: Tensor | None = None
+        if self.step.result_shape is not None:
+            new = torch.empty if self.step.fills else torch.zeros
+            self.out = new(self.step.result_shape, dtype=dtype, device=world.device)
         if collective:
             self._post_all_to_all(step, tag)
         elif self.step.messages:
-            near = self.world.neighbours
-            if near is None or not near.everyone:
-                self._post(tag)
-            if near is not None:
-                self._tell(near, tag)
+            self._post(tag)
             self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
         if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
 
     def _post(self, tag: int) -> None:
-        world, name = self.world, _Name(self.label, self.world.rank, self._peers)
+        backend, watchdog = self.world.backend, self.world.watchdog
         try:
-            with world.watchdog.watching(name):  # making a communicator would block
-                self.receives, self.sends = world.backend.post(
-                    self._places(), self._messages(), tag, self.group, self.label
-                )
+            with watchdog.watching(self):  # making a communicator would block
+                self.receives, self.sends = backend.post(self._places(), self._messages(), tag, self.group, self.label)
         except RuntimeError as error:
             raise self._lost(error) from error
-        world.backend.posted([*self.receives, *self.sends], world.watchdog, name)
-
-    def _result(self) -> Tensor | None:
-        if self.step.result_shape is None:
-            return None
-        new = torch.empty if self.step.fills else torch.zeros
-        return new(self.step.result_shape, dtype=self.dtype, device=self.world.device)
+        backend.posted([*self.receives, *self.sends], watchdog, self)
 
     def _buffer(self, numel: int) -> Tensor:
         buffer = self.world.buffers.take(numel, self.dtype)
@@ -117,8 +92,6 @@ class StepMessages:
         places = []
         buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
         for part in self.step.receives:
-            if self._is_near(part):
-                continue
             if part.flat:
                 assert self.out is not None
                 place = part.blocks[0].of(self.out)
@@ -134,8 +107,6 @@ class StepMessages:
         buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
         for part in self.step.sends:
             assert self.local is not None
-            if self._is_near(part):
-                continue
             if part.flat:
                 message = part.blocks[0].of(self.local, self.base)
             else:
@@ -144,37 +115,11 @@ class StepMessages:
                 self._pack(part, buffer, part.start)
             yield part.peer, self._counted(message, part)
 
-    def _is_near(self, part: LocalPiece) -> bool:
-        """Whether its message goes through shared memory."""
-        near = self.world.neighbours
-        return near is not None and near.reaches(part.peer)
-
-    def _tell(self, near: Neighbours, tag: int) -> None:
-        """Expect the messages of neighbours, and pack those for them and tell them where."""
-        for part in self.step.receives:
-            if near.reaches(part.peer):
-                arrival = near.expect(part.peer, tag)
-                self.arrived.append((part, arrival, 0))
-                self.receives.append((part.peer, arrival))
-        for part in self.step.sends:
-            if near.reaches(part.peer):
-                try:
-                    slot, message = near.take(part.peer, part.numel, self.dtype)
-                except OSError as error:
-                    lack = f"no memory to share with rank {part.peer} for {part.numel} elements"
-                    raise BoundaryError(f"{self.label}: {lack}: {error}") from error
-                self._pack(part, self._counted(message, part), int(message.storage_offset()))
-                self._peer = part.peer
-                try:
-                    near.send(part.peer, tag, slot, part.numel, self.world.timeout)
-                except RuntimeError as error:
-                    raise self._lost(error) from error
-
     def _post_all_to_all(self, step: TransferStep, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
         channel = self.group
-        own = channel is not None and dist.get_process_group_ranks(channel) == ranks
-        group = channel if own else self.world.group(ranks)
+        fits = channel is not None and dist.get_process_group_ranks(channel) == ranks
+        group = channel if fits else self.world.group(ranks)
         if group is None:
             return
         sent = {part.peer: part for part in self.step.sends}
@@ -193,7 +138,7 @@ class StepMessages:
             if rank in expected:
                 self.arrived.append((expected[rank], buffer_out, start))
         self.receives.append((None, work))
-        self.world.backend.posted(self.receives, self.world.watchdog, _Name(self.label, self.world.rank, ()))
+        self.world.backend.posted(self.receives, self.world.watchdog, self)
 
     def _counted(self, message: Tensor, part: LocalPiece) -> Tensor:
         # A shorter message lands silently in a longer buffer and a longer one ends the process: count before posting.
@@ -206,32 +151,16 @@ class StepMessages:
         for block, at in zip(part.blocks, part.packed, strict=True):
             at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: LocalPiece, source: Tensor | Arrival, start: int, *, add: bool = False) -> None:
-        if isinstance(source, Arrival):
-            self._put_from_neighbour(part, source, add=add)
-            return
+    def _put(self, part: LocalPiece, source: Tensor, start: int, *, add: bool = False) -> None:
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
             _move(at.of(source, start), block.of(self.out), add)
 
-    def _put_from_neighbour(self, part: LocalPiece, arrival: Arrival, *, add: bool) -> None:
-        near, letter = self.world.neighbours, arrival.letter
-        assert near is not None
-        assert letter is not None
-        if letter.numel != part.numel:
-            raise BoundaryError(f"{self.label}: rank {part.peer} sent {letter.numel} elements for {part.numel}")
-        try:
-            message = near.read(letter, self.dtype)
-        except OSError as error:
-            raise BoundaryError(f"{self.label}: rank {part.peer} ended before its message was read: {error}") from error
-        self._put(part, message, int(message.storage_offset()), add=add)
-        near.release(letter)
-
     def _put_own(self, *, add: bool = False) -> None:
-        for held, kept in self.step.own:
+        for source, result in self.step.own:
             assert self.local is not None
             assert self.out is not None
-            _move(held.of(self.local, self.base), kept.of(self.out), add)
+            _move(source.of(self.local, self.base), result.of(self.out), add)
 
     def receive(self) -> Tensor | None:
         """Wait for what this rank receives and put it in place."""
@@ -304,43 +233,21 @@ class StepMessages:
     def _lost(self, error: RuntimeError) -> BoundaryError | BoundaryTimeout:
         """What to raise for an error of a wait."""
         if timed_out(error):
-            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._whom)}")
-        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._whom}: {error}")
+            return BoundaryTimeout(f"{self.label}: {self.world.waited(self._peers)}")
+        return BoundaryError(f"{self.label}: rank {self.world.rank} lost {self._peers}: {error}")
 
     @property
-    def _whom(self) -> str:
-        if self._peer is not None:
-            return f"rank {self._peer}"
-        return _whom(self._peers)
-
-    @property
-    def _peers(self) -> tuple[int, ...]:
-        """Of all its messages; none for a collective."""
+    def _peers(self) -> str:
+        """Whom this waits for: now, or before any wait, in all its messages."""
         if self.collective:
-            return ()
-        return tuple(sorted({part.peer for part in (*self.step.receives, *self.step.sends)}))
+            return "a collective"
+        parts = (*self.step.receives, *self.step.sends)
+        peers = sorted({part.peer for part in parts}) if self._peer is None else [self._peer]
+        return f"rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
 
     def __str__(self) -> str:
         """How the watchdog names this wait."""
-        return f"{self.label}: rank {self.world.rank}, waiting for {self._whom}"
-
-
-@dataclass(frozen=True)
-class _Name:
-    """How the watchdog names messages in flight, without keeping their buffers."""
-
-    label: Label
-    rank: int
-    peers: tuple[int, ...]  # none: a collective
-
-    def __str__(self) -> str:
-        return f"{self.label}: rank {self.rank}, waiting for {_whom(self.peers)}"
-
-
-def _whom(peers: Sequence[int]) -> str:
-    if not peers:
-        return "a collective"
-    return f"rank {peers[0]}" if len(peers) == 1 else f"ranks {', '.join(map(str, peers))}"
+        return f"{self.label}: rank {self.world.rank}, waiting for {self._peers}"
 
 
 def _move(source: Tensor, target: Tensor, add: bool) -> None:

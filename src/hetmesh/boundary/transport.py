@@ -51,11 +51,6 @@ _GLOO_COLLECTIVES = 2**16  # bytes of a tensor that they may carry all the same
 _ITEMSIZE = 4  # bytes; close enough for choosing
 
 
-MEMORY = "memory"
-"""What carries messages where all ranks share one host's memory, as `choose` is told in place of a backend's name: a
-message costs a tenth of what gloo's costs, and no collective of gloo is as fast as the same bytes by messages."""
-
-
 def check_transport(transport: str) -> None:
     """Raise BoundaryError for a name that is no transport."""
     if transport not in get_args(Transport):
@@ -67,7 +62,7 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
     """The transport of `plan`: the given one where it can carry the plan, else the cheapest.
 
     Args:
-        backend: the name of the backend, or `MEMORY`.
+        backend: `Backend.link`.
 
     Raises:
         BoundaryError: `dtensor` is asked for where DTensor.redistribute would be wrong or emulated.
@@ -79,7 +74,7 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
         )
     if transport != "auto":
         return transport
-    if plan.is_identity or backend == MEMORY:
+    if plan.is_identity:
         return "p2p"  # an identity has no messages
     small = math.prod(plan.shape) * _ITEMSIZE <= _GLOO_COLLECTIVES
     if ("nccl" in backend or small) and can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
@@ -88,7 +83,7 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
 
 
 def may_use_all_to_all(ranks: int, transport: str) -> bool:
-    """Whether a transfer among so many ranks can end up as an all-to-all, which needs a process group of them."""
+    """Whether a transfer among this number of ranks may be an all-to-all, which needs a process group of them."""
     return transport == "all_to_all" or (transport == "auto" and 1 < ranks <= _COUNT_LIMIT)
 
 

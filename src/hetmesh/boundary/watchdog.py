@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
@@ -25,16 +26,16 @@ GRACE = 2.0
 """Seconds after the timeout before the watchdog speaks (the timeout itself where that is shorter): waits that raise by
 themselves come first, and what is stuck is named within timeout + 5 s."""
 
-
-LONGEST = 1e9
-"""Seconds that a timeout may have, 30 years: backends count in milliseconds, of which there is a most."""
+LONGEST_TIMEOUT_S = 1e9
+"""30 years: backends count in milliseconds, up to a largest number."""
 
 
 def check_timeout(seconds: object, argument: str = "timeout") -> None:
     """Raise LaunchError for what is no number of seconds that a wait may take."""
     number = seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else 0
-    if not 0 < number <= LONGEST:  # nan is neither
-        raise LaunchError(f"{argument} must be a number of seconds above 0 and up to {LONGEST:g}, got {seconds!r}")
+    if not 0 < number <= LONGEST_TIMEOUT_S:  # nan is neither
+        valid = f"a number of seconds above 0 and up to {LONGEST_TIMEOUT_S:g}"
+        raise LaunchError(f"{argument} must be {valid}, got {seconds!r}")
 
 
 def timed_out(error: BaseException) -> bool:
@@ -48,8 +49,12 @@ def _abort(message: str) -> None:
     os._exit(EXIT_CODE)
 
 
-class Completes(Protocol):
-    """What `Watchdog.expect` can look after: a `torch.distributed.Work`."""
+class Handle(Protocol):
+    """A message or collective in flight, as a `torch.distributed.Work`."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Wait for it. Raises RuntimeError where that takes longer, or the other end is gone."""
+        ...
 
     def is_completed(self) -> bool:
         """Whether it is over, without waiting."""
@@ -69,7 +74,7 @@ class Watchdog:
         self._on_expiry = on_expiry
         self._watched: list[_Watch] = []  # innermost last
         self._since = 0.0
-        self._expected: deque[tuple[float, Completes, object]] = deque()
+        self._expected: deque[tuple[float, Handle, object]] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,7 +92,7 @@ class Watchdog:
         """The time of what is being watched begins anew."""
         self._since = time.monotonic()
 
-    def expect(self, work: Completes, what: object) -> None:
+    def expect(self, work: Handle, what: object) -> None:
         """Look after a work for which this process does not wait; its time counts from now."""
         self._start()
         while self._expected and self._expected[0][1].is_completed():

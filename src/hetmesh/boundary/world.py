@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import inspect
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary import pending
-from hetmesh.boundary.accelerator import Accelerator, Cuda
+from hetmesh.boundary.accelerator import Accelerator, Buffers, Cuda
 from hetmesh.boundary.backend import Backend, Nccl
-from hetmesh.boundary.buffers import Buffers
-from hetmesh.boundary.channels import Channel
-from hetmesh.boundary.joining import join
 from hetmesh.boundary.log import CommunicationLog
-from hetmesh.boundary.neighbours import Neighbours
-from hetmesh.boundary.transport import MEMORY
+from hetmesh.boundary.process_groups import Channel
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
 
 _current: World | None = None
-
-_PARTING = 30.0
-"""Seconds that a rank which is done waits at most for its neighbours to read what it sent."""
+_joined = 0  # jobs that this process has joined; equal on all ranks
 
 
 class World:
@@ -51,7 +47,6 @@ class World:
         log: the communication log.
         watchdog: ends the process when something outlasts the timeout that does not raise by itself.
         buffers: memory for packed messages.
-        neighbours: ranks that messages go to through shared memory, once `connect` has found any.
         ranks_per_node: consecutive ranks that share a node.
     """
 
@@ -64,14 +59,16 @@ class World:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.backend = Backend.of(dist.get_backend()) if backend is None else backend
-        self.accelerator = _accelerator(self.backend) if accelerator is None else accelerator
+        if accelerator is None:
+            on_gpu = self.backend.device_type == "cuda"
+            accelerator = Cuda(torch.device("cuda", torch.cuda.current_device())) if on_gpu else Accelerator()
+        self.accelerator = accelerator
         self.device = self.accelerator.device
         self.timeout = timeout
         self.log = CommunicationLog()
         self.watchdog = Watchdog(timeout)
         self.buffers = Buffers(self.device)
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        self.neighbours: Neighbours | None = None
         self._connected = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[Channel, dist.ProcessGroup | None] = {}
@@ -102,33 +99,12 @@ class World:
         self.transfers += 1
         return self.transfers
 
-    @property
-    def link(self) -> str:
-        """What carries messages, as `transport.choose` asks for it; equal on all ranks."""
-        return MEMORY if self.neighbours is not None and self.neighbours.everyone else self.backend.link
-
     def connect(self) -> None:
         """Make what the first message between two ranks would make over all of them. Collective; once is enough."""
         if not self._connected:
             self._connected = True
             with self.waiting("the connections between all ranks"):
                 self.backend.connect(self.device)
-                if self.backend.shares_memory:
-                    self.neighbours = Neighbours.connect(self.rank, self.size)
-            if self.neighbours is not None:
-                atexit.register(self._part)  # a script may end without closing the World, while others still read
-
-    def _part(self) -> None:
-        """Let go of the neighbours, once they have read what this rank sent; after an error without waiting."""
-        if self.neighbours is not None:
-            failed = sys.exception() is not None or getattr(sys, "last_type", None) is not None
-            patience = 0.0 if failed else min(self.timeout, _PARTING)
-            unread = self.neighbours.close(patience)
-            self.neighbours = None
-            if unread and not failed:
-                told = f"rank {self.rank} ends, and {unread} of its messages were not read within {patience:g} s"
-                print(told, file=sys.stderr, flush=True)
-            atexit.unregister(self._part)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of `ranks` in the order given; None on ranks outside it. Collective over all ranks."""
@@ -256,7 +232,6 @@ class World:
         self._groups.clear()
         self._channels.clear()
         self._meshes.clear()
-        self._part()
         if dist.is_initialized():
             dist.destroy_process_group()
         if _current is self:
@@ -302,7 +277,7 @@ def init(
     if backend.device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        join(backend.name, backend.group_timeout(init_timeout))
+        _join(backend.name, backend.group_timeout(init_timeout))
     world = _current = World(timeout=init_timeout, backend=backend, accelerator=accelerator)
     world.connect()
     if timeout > init_timeout:  # the default group would give up before the watchdog speaks
@@ -311,30 +286,41 @@ def init(
     return world
 
 
-def _accelerator(backend: Backend) -> Accelerator:
-    """Where a process computes whose tensors `backend` moves."""
-    if backend.device_type == "cuda":
-        return Cuda(torch.device("cuda", torch.cuda.current_device()))
-    return Accelerator()
+def _join(backend: str, timeout: timedelta) -> None:
+    """`init_process_group`, of the environment or, where there is none, of one rank.
+
+    A launcher's store outlives the process groups made from it, with the addresses of their sockets: what is made
+    after those are destroyed would look there for peers that are gone. So each has keys of its own, also after torchrun
+    has restarted all workers: torch 2.13's agents give them the store of the attempt before.
+    """
+    global _joined
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with one_gloo_device():
+        if "RANK" not in os.environ:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        elif _joined == 0 and restarts == "0":
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            store = dist.PrefixStore(f"hetmesh_{restarts}_{_joined}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    _joined += "RANK" in os.environ
 
 
-def _device_type(wanted: str | None) -> str:
-    """`cpu` or `cuda`. Raises LaunchError where not every local rank can have a GPU of its own."""
-    if wanted not in (None, "cpu", "cuda"):
-        raise LaunchError(f"device {wanted!r} is unknown; valid are cpu and cuda")
-    if wanted == "cpu" or (wanted is None and not torch.cuda.is_available()):
+def _device_type(device: str | None) -> str:
+    """`cpu` or `cuda`. Raises LaunchError where not every local rank can have a GPU to itself."""
+    if device not in (None, "cpu", "cuda"):
+        raise LaunchError(f"device {device!r} is unknown; valid are cpu and cuda")
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return "cpu"
     local_size, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if gpus < local_size:
         raise LaunchError(
-            f"{local_size} ranks run on this machine, which has {_number(gpus)}: start as many ranks as there are "
-            "GPUs, choose device='cpu', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
+            f"{local_size} ranks run on this machine, which has {gpus or 'no'} GPU{'s' * (gpus != 1)}: start as many "
+            "ranks as there are GPUs, choose device='cpu', or hide the GPUs (CUDA_VISIBLE_DEVICES='')"
         )
     return "cuda"
-
-
-def _number(gpus: int) -> str:
-    return f"{gpus or 'no'} GPU{'' if gpus == 1 else 's'}"
 
 
 def device_mesh(spec: MeshSpec) -> DeviceMesh | None:
@@ -343,3 +329,31 @@ def device_mesh(spec: MeshSpec) -> DeviceMesh | None:
     Call it on all ranks of the job in the same order, members or not.
     """
     return World.current().device_mesh(spec)
+
+
+def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[float]:
+    """Sum some scalars over all ranks of the job, in float64. Collective; the host waits for the device, once."""
+    options: dict[str, Any] = {"dtype": torch.float64, "device": world.device}
+    stacked = torch.stack(
+        # a number is filled in on the device: nothing is copied
+        [v.detach().to(**options) if isinstance(v, Tensor) else torch.full((), v, **options) for v in values]
+    )
+    group = world.group(range(world.size))
+    started = time.perf_counter()
+    with world.waiting("sum of losses and norms over all ranks"):
+        dist.all_reduce(stacked, group=group)
+        sums = stacked.tolist()
+    world.log.agreeing_s += time.perf_counter() - started
+    return sums
+
+
+def gather_over_ranks(values: list[float], world: World, more: Tensor | None = None) -> Tensor:
+    """`values` of every rank, followed by `more`, which lies on its device: float64 `[ranks, numbers]` on the CPU.
+    Collective over all ranks of the job."""
+    row = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64)).to(world.device, non_blocking=True)
+    row = row if more is None else torch.cat([row, more])
+    table = torch.zeros(world.size, len(row), dtype=torch.float64, device=world.device)
+    table[world.rank] = row
+    with world.waiting("metrics of all ranks"):
+        dist.all_reduce(table, group=world.group(range(world.size)))
+        return table.cpu()

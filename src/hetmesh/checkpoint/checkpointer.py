@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
@@ -29,6 +29,8 @@ from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
 
 T = TypeVar("T")
+Optimizers = tuple[Any, Any] | None
+"""torchtitan's containers of optimizers and of schedulers."""
 
 _EXIT_TIMEOUT_S = 30.0
 """Seconds that ranks that leave after an error wait for each other to complete a save."""
@@ -114,12 +116,7 @@ class Checkpointer:
         return None if step < 0 else step
 
     def save(
-        self,
-        step: int,
-        root: Root,
-        optimizers: tuple[Any, Any] | None,
-        extra: Mapping[str, Any],
-        elsewhere: frozenset[str] = frozenset(),
+        self, step: int, root: Root, optimizers: Optimizers, extra: Mapping[str, Any], elsewhere: Collection[str] = ()
     ) -> Path:
         """Write the state after `step` steps, once an earlier save is done; returns its folder.
 
@@ -234,12 +231,7 @@ class Checkpointer:
             raise CheckpointError(f"{error}; {folders.advice(self.folder, step, str(error))}") from error
 
     def load(
-        self,
-        step: int,
-        root: Root,
-        optimizers: tuple[Any, Any] | None,
-        extra: Mapping[str, Any],
-        elsewhere: frozenset[str] = frozenset(),
+        self, step: int, root: Root, optimizers: Optimizers, extra: Mapping[str, Any], elsewhere: Collection[str] = ()
     ) -> dict[str, Any]:
         """Read the state of `step` into modules and optimizers; returns `extra` as it was saved.
 
@@ -266,11 +258,10 @@ class Checkpointer:
             with warnings.catch_warnings():  # torchtitan's scheduler asks torch's for its rate in a frowned-upon way
                 warnings.simplefilter("ignore", UserWarning)
                 optimizers[1].load_state_dict(_under(state, "lr_scheduler."))
-        random = _under(state, f"random.{self.world.rank}.")
+        random, device = _under(state, f"random.{self.world.rank}."), self.world.accelerator.device
         if "cpu" in random:
             torch.set_rng_state(random["cpu"])
-        device, module = self.world.accelerator.device, self.world.accelerator.random_module
-        if module is not None and device.type in random:
+        if (module := self.world.accelerator.random_module) is not None and device.type in random:
             module.set_rng_state(random[device.type], device)
         return _under(state, "extra.")
 
@@ -337,19 +328,19 @@ class Checkpointer:
         newest = f"; the newest complete one is step-{steps[-1]}" if steps else ""
         return f"; {free} are free there: make room, or set job.dump_folder to another disk{newest}"
 
-    def _state(self, root: Root, optimizers: tuple[Any, Any] | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(self, root: Root, optimizers: Optimizers, extra: Mapping[str, Any]) -> dict[str, Any]:
         parts = [(MODEL, root.state_dict()), ("extra.", extra)]
         if optimizers is not None:
             parts[1:1] = zip(("optimizer.", "lr_scheduler."), (part.state_dict() for part in optimizers), strict=True)
         state = {f"{prefix}{key}": value for prefix, values in parts for key, value in values.items()}
         state[f"random.{self.world.rank}.cpu"] = torch.get_rng_state()
-        device, module = self.world.accelerator.device, self.world.accelerator.random_module
-        if module is not None:
+        device = self.world.accelerator.device
+        if (module := self.world.accelerator.random_module) is not None:
             state[f"random.{self.world.rank}.{device.type}"] = module.get_rng_state(device)
         return state
 
 
-def _without(modules: frozenset[str], state: dict[str, Any]) -> dict[str, Any]:
+def _without(modules: Collection[str], state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.items() if not (k.startswith(MODEL) and module_of(k) in modules)}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.reading import gathered
+from hetmesh.checkpoint.reading import first_of, gathered
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.data.loader import PART_LENGTHS, PART_PROBES, PROBES
 from hetmesh.errors import RecipeError
@@ -41,8 +41,7 @@ def check_fit(world: World, path: Path, state: Mapping[str, Any], saved: Mapping
     surplus = sorted(key for key in saved if key not in keys and not key.startswith("random."))
     wrong = [*dict.fromkeys(text for _, texts in by_rank for text in texts), *(f"{key} is not used" for key in surplus)]
     if wrong:
-        more = f" (and {len(wrong) - _N_DIFFERENCES} more)" if len(wrong) > _N_DIFFERENCES else ""
-        raise RecipeError(f"checkpoint {path} does not fit this recipe: {'; '.join(wrong[:_N_DIFFERENCES])}{more}")
+        raise RecipeError(f"checkpoint {path} does not fit this recipe: {first_of(wrong, _N_DIFFERENCES)}")
 
 
 def optional(key: str, saved: Iterable[str]) -> bool:
@@ -124,10 +123,6 @@ class Needs:
         wrong = tuple(differences(fitting, saved))
         return cls(state, frozenset(names), frozenset(excluded), wrong, lora)
 
-    def without_tensors(self) -> Needs:
-        """What other ranks are to know."""
-        return Needs({}, self.names, self.excluded, self.wrong, self.lora)
-
 
 def verdict(ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState) -> list[str]:
     """Why a checkpoint that holds `saved` does not fit what all `ranks` need; empty if it does.
@@ -164,7 +159,7 @@ def verdict(ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, 
 
 
 def left_out(ranks: Iterable[Needs], exclude: Sequence[str], saved: Iterable[str]) -> list[str]:
-    """Modules of the checkpoint that no rank has and nobody has excluded."""
+    """Modules of the checkpoint that no rank has and that are not excluded."""
     mine = {module_of(name) for needs in ranks for name in needs.names}
     return sorted({module_of(k) for k in saved if k.startswith(MODEL) and not _excluded(k, exclude)} - mine)
 

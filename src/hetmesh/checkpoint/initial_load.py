@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.fit import MODEL, Needs, left_out, module_of, unused, verdict
-from hetmesh.checkpoint.reading import gathered, read_index, read_into
+from hetmesh.checkpoint.reading import first_of, gathered, read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run_state
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
@@ -45,7 +46,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     index = read_index(world, path)
     run = read_run_state(world, path, index)
     needs = Needs.of(root, exclude, index.saved, run.references)
-    ranks = gathered(world, needs.without_tensors(), f"comparing {path} with the recipe")
+    ranks = gathered(world, replace(needs, state={}), f"comparing {path} with the recipe")
     for note in _notes(path, ranks, exclude, index.saved, run):
         if world.rank == 0:
             print(note, flush=True)
@@ -96,8 +97,7 @@ def _notes(
 
 def _refuse(path: Path, wrong: Sequence[str]) -> None:
     if wrong:
-        more = f" (and {len(wrong) - _N_NAMES} more)" if len(wrong) > _N_NAMES else ""
-        raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {'; '.join(wrong[:_N_NAMES])}{more}")
+        raise RecipeError(f"{KEY} = {str(path)!r} does not fit this recipe: {first_of(wrong, _N_NAMES)}")
 
 
 def _second_names(state: Mapping[str, Tensor]) -> list[tuple[str, str, Tensor]]:

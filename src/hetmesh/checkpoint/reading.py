@@ -11,7 +11,7 @@ import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -297,9 +297,14 @@ def gathered(world: World, value: T, doing: str = "") -> list[T]:
     return values
 
 
+def first_of(errors: Sequence[str], shown: int) -> str:
+    """The first `shown` of `errors`, and how many more there are."""
+    return "; ".join(errors[:shown]) + (f" (and {len(errors) - shown} more)" if len(errors) > shown else "")
+
+
 def _raise_first(world: World, path: Path, errors: list[str]) -> None:
     """The first error that any rank has, as one error on every rank; how many more there are."""
     by_rank = gathered(world, errors, f"verifying {path}")
     texts = list(dict.fromkeys(text for texts in by_rank for text in texts))
     if texts:
-        raise CheckpointError(texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""))
+        raise CheckpointError(first_of(texts, 1))

@@ -20,7 +20,7 @@ from hetmesh.files import from_json
 from hetmesh.formatting import listed
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.sections import ModuleParallelism
+from hetmesh.recipe.sections import Module, ModuleParallelism
 from hetmesh.resolve.directories import References
 
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
@@ -185,9 +185,9 @@ def _of_model(key: str, old: Any, new: Any) -> bool:
     return given or key in ("model", "attention_mask") or key.startswith(("config.", "lora."))
 
 
-def configs(recipe: Recipe) -> Configs:
-    """The config.json of each module of `recipe` that comes from a directory. Raises RecipeError: it cannot be read."""
-    directories = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+def configs(modules: Mapping[str, Module]) -> Configs:
+    """The config.json of each module that comes from a directory. Raises RecipeError: it cannot be read."""
+    directories = {name: pretrained_of(name, module) for name, module in modules.items()}
     return {name: directory.config for name, directory in directories.items() if directory is not None}
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator, Event
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.errors import CheckpointError
 
 

@@ -182,7 +182,7 @@ def saved_run(folder: Path, step: int | None = None) -> SavedRun:
         raise RecipeError(f"{checkpoints} has no complete checkpoint of step {newest}; there are {steps}")
     run = SavedRun(recipe, checkpoints / f"step-{newest}")
     run.state.check_name(run.path)
-    run.state.check_model(recipe, configs(recipe), run.path)
+    run.state.check_model(recipe, configs(recipe.modules), run.path)
     return run
 
 

@@ -1,5 +1,5 @@
-"""Writing a checkpoint: files with checksums of what goes into them, a file of parameters that nobody trains, which is
-linked into every later checkpoint, what each rank wrote, and DCP's index of all."""
+"""Writing a checkpoint: files with checksums of what goes into them, a file of untrained parameters, which is linked
+into every later checkpoint, what each rank wrote, and DCP's index of all."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Summed:
         try:
             return int(self.raw.write(data))
         except OSError as error:
-            self.error = error  # torch.save raises one of its own, which does not say why
+            self.error = error  # torch.save raises another, without the reason
             raise
 
     def flush(self) -> None:

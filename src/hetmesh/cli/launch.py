@@ -19,21 +19,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed import TCPStore
+
 from hetmesh._processes import threads
 from hetmesh.cli import FAILURE
-from hetmesh.cli.launchers import find_place
+from hetmesh.cli.launchers import HOST, Place, find_place
 from hetmesh.cli.workers import Failure, Interrupted, Method, Workers
 from hetmesh.errors import LaunchError
 from hetmesh.recipe.recipe import Recipe
 
 # What the first step would import in every worker at once. The first DTensor operation alone imports ~300 modules.
 # Two of them are private: a name that a later torch drops costs only time.
-PRELOAD = ("torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel")
-TRAINER = "hetmesh.api"
-HOST = "127.0.0.1"
+PRELOAD = ("hetmesh.api", "torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel")
 # Cores of a machine where threads of one worker wait for each other more than they compute: digits_single on two cores
 # that others use too takes 8 s of CPU for 20 steps with one thread, 60 s with two.
-SMALL_MACHINE = 4
+SMALL_MACHINE_CORES = 4
 
 
 def launch_recipe(recipe: Recipe) -> int:
@@ -95,7 +96,7 @@ def _run(function: Callable[..., object], count: int, args: tuple[Any, ...], who
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     method = start_method(count, who)
     if method == "fork":
-        for name in (TRAINER, *PRELOAD):
+        for name in PRELOAD:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         if threads() > 1:  # of the recipe's own code, say
@@ -103,33 +104,35 @@ def _run(function: Callable[..., object], count: int, args: tuple[Any, ...], who
             method = "spawn"
     # Its port is free for certain, and workers may knock at it before there is a store; the store has threads.
     listener = socket.create_server((HOST, 0), backlog=max(128, count))
-    with Workers(method, count, work, (count, per_worker, listener.getsockname()[1], function, args)) as workers:
-        store = _serve(listener)
+    port = listener.getsockname()[1]
+    with Workers(method, count, work, (count, per_worker, port, function, args)) as workers:
+        store = TCPStore(
+            HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listener.detach(),
+        )
         failure = workers.join()
         del store
     return failure
 
 
 def _train(recipe: Recipe) -> None:
-    importlib.import_module(TRAINER).run_recipe(recipe)
+    from hetmesh.api import run_recipe
+
+    run_recipe(recipe)
 
 
 def work(
     rank: int, count: int, per_worker: int, port: int, function: Callable[..., object], args: tuple[Any, ...]
 ) -> None:
     """What each worker runs, in an environment such as torchrun would make."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
+    os.environ |= Place("hetmesh", rank, count, rank, count, HOST, port).environment | {
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's: rank 0 shall not start one
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    import torch
-
     torch.set_num_threads(per_worker)
     function(*args)
 
@@ -140,8 +143,6 @@ def start_method(workers: int, who: str = "the recipe has") -> Method:
     Raises:
         LaunchError: there are GPUs, but fewer than `workers`.
     """
-    import torch
-
     devices = torch.cuda.device_count()
     if 0 < devices < workers:
         raise LaunchError(
@@ -154,26 +155,11 @@ def start_method(workers: int, who: str = "the recipe has") -> Method:
 
 def threads_per_worker(workers: int) -> int:
     """`OMP_NUM_THREADS` if it is set; one on a small machine; else the cores of this process over `workers`."""
-    wish = os.environ.get("OMP_NUM_THREADS", "")
-    if wish.isdigit() and int(wish):
-        return int(wish)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdigit() and int(setting):
+        return int(setting)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if cores <= SMALL_MACHINE else max(1, cores // workers)
-
-
-def _serve(listener: socket.socket) -> object:
-    """The store through which workers find each other, as long as it is kept."""
-    from torch.distributed import TCPStore
-
-    host, port = listener.getsockname()
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(minutes=5),
-        master_listen_fd=listener.detach(),
-    )
+    return 1 if cores <= SMALL_MACHINE_CORES else max(1, cores // workers)
 
 
 def _restore_terminal() -> None:

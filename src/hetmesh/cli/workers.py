@@ -1,9 +1,10 @@
-"""Worker processes on this machine: started together, watched together, ended together, and the first cause kept."""
+"""Worker processes on this machine: started, watched and ended together; the first cause of a failure is kept."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -22,32 +23,27 @@ from hetmesh._processes import die_with_parent, threads
 Method = Literal["fork", "spawn"]
 
 SIGNALS = tuple(getattr(signal, n) for n in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, n))
-GRACE = 0.3  # s; after a failure: time for what caused it to be reported
-PATIENCE = 5.0  # s; the same where all that is known is that a connection was lost: a large process dies slowly
-LOOK = 1.0  # s between two looks at who has ended: a sentinel may be held by what a worker started
-MOST = 20_000  # characters of a message or a traceback: a report fits into the buffer of a pipe
+GRACE_S = 0.3  # after a failure: time for what caused it to be reported
+LOST_PEER_GRACE_S = 5.0  # the same where all that is known is that a connection was lost: a large process dies slowly
+POLL_S = 1.0  # between two looks at which workers have ended: a sentinel may be held by what a worker started
+REPORT_CHARACTERS = 20_000  # of a message or a traceback: a report fits into the buffer of a pipe
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # `training.stopping`
 _STOPPED = tuple(128 + number for number in _STOPPING)  # exit statuses
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended: the rank that failed first, its error, and where it was raised."""
+    """Why a run ended: the rank that failed first, its error, and where it was raised (empty: nothing was raised)."""
 
     rank: int
     message: str
     traceback: str = ""
 
     @property
-    def reported(self) -> bool:
-        """Whether it is an exception that the worker told of."""
-        return bool(self.traceback)
-
-    @property
     def expected(self) -> bool:
         """Whether it is an error that hetmesh raises on purpose, whose message says all."""
-        name = self.message.partition(":")[0]
-        return isinstance(found := getattr(errors, name, None), type) and issubclass(found, errors.HetmeshError)
+        kind = getattr(errors, self.message.partition(":")[0], None)
+        return isinstance(kind, type) and issubclass(kind, errors.HetmeshError)
 
     @property
     def lost_peer(self) -> bool:
@@ -90,13 +86,13 @@ class Workers:
         self._running: dict[int, tuple[BaseProcess, Connection]] = {}
         self._handlers: dict[signal.Signals, Any] = {}
         self._asked = 0  # the signal that was handed on
-        self._stopped = 0  # the signal that a worker said had ended it behind a step
+        self._stopped = 0  # the signal after which a worker ended as it was asked to
 
     def __enter__(self) -> Workers:
         if self._method == "fork" and threads() > 1:
             raise RuntimeError(f"{threads()} threads in the process that forks: a lock of theirs would stay locked")
         try:
-            with _blocked(SIGNALS):  # a worker between the fork and its first line must not run the parent's handlers
+            with _signals_blocked():  # a worker between the fork and its first line must not run the parent's handlers
                 self._start()
         except BaseException:  # of a signal that waited for the last line, say
             self.__exit__()
@@ -106,12 +102,12 @@ class Workers:
     def _start(self) -> None:
         context = multiprocessing.get_context(self._method)
         for rank in range(self._count):
-            ours, theirs = context.Pipe(duplex=False)
-            args = (rank, os.getpid(), theirs, self._function, self._args)
-            process: BaseProcess = context.Process(target=_worker, args=args)  # type: ignore[attr-defined]
+            reader, writer = context.Pipe(duplex=False)
+            args = (rank, os.getpid(), writer, self._function, self._args)
+            process: BaseProcess = context.Process(target=_work, args=args)  # type: ignore[attr-defined]
             process.start()
-            theirs.close()
-            self._running[rank] = process, ours
+            writer.close()
+            self._running[rank] = process, reader
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
                 self._handlers[number] = signal.signal(number, self._interrupt)
@@ -123,15 +119,13 @@ class Workers:
             Interrupted: they have ended because a signal asked them to.
         """
         failures: list[Failure] = []
-        first = 0.0
-        while self._running:
-            left = None
+        first = deadline = math.inf
+        while self._running and (now := time.monotonic()) < deadline:
+            wait([process.sentinel for process, _ in self._running.values()], min(POLL_S, deadline - now))
+            failures += self._ended()
             if failures:
-                first = first or time.monotonic()
-                patience = PATIENCE if all(f.lost_peer for f in failures) else GRACE
-                left = max(0.0, first + patience - time.monotonic())
-            if not self._wait(left, failures):
-                break
+                first = min(first, time.monotonic())
+                deadline = first + (LOST_PEER_GRACE_S if all(f.lost_peer for f in failures) else GRACE_S)
         cause = first_cause(failures) if failures else None
         if self._asked and cause is not None and cause.message in _TERMINATED:  # before they could save anything
             raise Interrupted(self._asked)
@@ -139,46 +133,38 @@ class Workers:
             raise Interrupted(self._asked or self._stopped)
         return cause
 
-    def _wait(self, seconds: float | None, failures: list[Failure]) -> bool:
-        """Wait for any worker to end and add what it died of; False: none did."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        ended: list[int] = []
-        while not ended:
-            left = LOOK if deadline is None else max(0.0, min(LOOK, deadline - time.monotonic()))
-            wait([process.sentinel for process, _ in self._running.values()], left)
-            ended = [rank for rank, (process, _) in self._running.items() if process.exitcode is not None]
-            if not ended and deadline is not None and time.monotonic() >= deadline:
-                return False
-        for rank in ended:
-            process, connection = self._running.pop(rank)
-            with contextlib.suppress(EOFError, OSError):  # it ended without a word
-                if connection.poll():
-                    failures.append(Failure(rank, *connection.recv()))
-                    continue
-            if process.exitcode in _STOPPED:
+    def _ended(self) -> Iterator[Failure]:
+        """What the workers that have ended since the last call died of."""
+        for rank in [rank for rank, (process, _) in self._running.items() if process.exitcode is not None]:
+            process, reader = self._running.pop(rank)
+            report = None
+            with contextlib.suppress(EOFError, OSError):  # it ended before it could report anything
+                report = reader.recv() if reader.poll() else None
+            if report is not None:
+                yield Failure(rank, *report)
+            elif process.exitcode in _STOPPED:
                 self._stopped = process.exitcode - 128
             elif process.exitcode:
-                failures.append(Failure(rank, how_it_ended(process.exitcode)))
-        return True
+                yield Failure(rank, how_it_ended(process.exitcode))
 
     def _interrupt(self, number: int, _: object) -> None:
         if number not in _STOPPING or (number == signal.SIGINT and self._asked):
             raise Interrupted(number)
         self._asked = self._asked or number
-        for process, _connection in list(self._running.values()):
+        for process, _reader in list(self._running.values()):
             process.terminate()
 
     def end(self) -> None:
-        """End all workers at once: SIGTERM would have those that train end their step first, without who has failed."""
+        """Kill all workers: after SIGTERM those that train would first end their step, without the one that failed."""
         for process, _ in self._running.values():
             process.kill()
-        for process, connection in self._running.values():
+        for process, reader in self._running.values():
             process.join()
-            connection.close()
+            reader.close()
         self._running.clear()
 
     def __exit__(self, *_: object) -> None:
-        with _blocked(SIGNALS):  # a second Ctrl-C must not leave half of them behind
+        with _signals_blocked():  # a second Ctrl-C must not leave half of them behind
             self.end()
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -190,14 +176,8 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     Workers that fail because another one did are often as quick. So the earliest error that is not about a lost
     connection counts; without one, a worker that ended without an error of its own (killed); then the earliest error.
     """
-    for kind in (
-        [f for f in failures if f.reported and not f.lost_peer],
-        [f for f in failures if not f.reported],
-        failures,
-    ):
-        if kind:
-            return kind[0]
-    raise ValueError("no failure")
+    raised = (failure for failure in failures if failure.traceback and not failure.lost_peer)
+    return next(raised, next((failure for failure in failures if not failure.traceback), failures[0]))
 
 
 def how_it_ended(exit_status: int) -> str:
@@ -211,29 +191,28 @@ def how_it_ended(exit_status: int) -> str:
 _TERMINATED = tuple(how_it_ended(-number) for number in _STOPPING)
 
 
-def _worker(rank: int, parent: int, report: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """The life of one worker."""
+def _work(rank: int, parent: int, writer: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """What a worker process runs."""
     die_with_parent(parent)
     if not faulthandler.is_enabled():
         faulthandler.enable()  # a crash in a library says which lines it was called from
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
-            # by default a signal ends a process at once, whatever it waits for
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL)  # so that it ends a process at once, whatever that waits for
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         function(rank, *args)
     except SystemExit:
         raise
     except BaseException as error:
-        message = f"{type(error).__name__}: {error}".strip()
-        report.send((message[:MOST], "".join(traceback.format_exception(error))[-MOST:]))
+        texts = f"{type(error).__name__}: {error}".strip(), "".join(traceback.format_exception(error))
+        writer.send((texts[0][:REPORT_CHARACTERS], texts[1][-REPORT_CHARACTERS:]))
         sys.exit(1)
 
 
 @contextlib.contextmanager
-def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:

@@ -15,8 +15,8 @@ from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
 
-_COUNT, _CHOICE = 8, 2  # bytes of a number of rows, and of a token's choice, as they travel
-_INDEX = 8
+_COUNT_BYTES, _CHOICE_BYTES = 8, 2  # bytes of a number of rows, and of a token's choice, as they travel
+_INDEX_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def exchange_time(
         return TensorParallelTime()
     rows = layer.rows(work) * (n - 1) * reached_share(sizes.count, sizes.chosen, n)
     with_weights = itemsize * (sizes.features + sizes.chosen)
-    there = all_to_all(rows * (with_weights + _CHOICE * sizes.chosen), ranks, machine)
-    numbers = all_to_all(_COUNT * (n - 1) * (1 + sizes.count // n), ranks, machine)
+    there = all_to_all(rows * (with_weights + _CHOICE_BYTES * sizes.chosen), ranks, machine)
+    numbers = all_to_all(_COUNT_BYTES * (n - 1) * (1 + sizes.count // n), ranks, machine)
     back = all_to_all(rows * itemsize * sizes.features, ranks, machine)
     backward = back if upstream or layer.trainable else 0.0
     if upstream or any(weight.trainable and not weight.expert for weight in layer.weights):
@@ -86,7 +86,7 @@ def kept_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
     sizes = ExpertSizes.of(layer)
     if sizes is None:
         return 0.0
-    of_choice = itemsize * (2 * sizes.features + 4 * sizes.inner / tp + 1) + 3 * _INDEX
+    of_choice = itemsize * (2 * sizes.features + 4 * sizes.inner / tp + 1) + 3 * _INDEX_BYTES
     return sizes.chosen * of_choice + 2 * max(itemsize, 4) * sizes.count
 
 

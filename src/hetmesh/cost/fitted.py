@@ -26,7 +26,7 @@ from hetmesh.files import from_json, read_file, write_json
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
 """What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
 of both. A recomputation is a forward."""
-_MOST = 1e30  # of a number that is read: what is made of it stays finite
+_MAX_NUMBER = 1e30  # of a number that is read: what is made of it stays finite
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Profile:
 def _numbers(table: Mapping[str, Any]) -> Mapping[str, Any]:
     """The table. Raises ValueError where something in it is no number that `fit` may give."""
     for key, value in table.items():
-        if type(value) not in (int, float) or not 0 <= value <= _MOST:
-            raise ValueError(f"{key} must be a number from 0 to {_MOST:g}, got {value!r}")
+        if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
+            raise ValueError(f"{key} must be a number from 0 to {_MAX_NUMBER:g}, got {value!r}")
     return table
 
 

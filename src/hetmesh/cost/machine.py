@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent / "machines"
 MACHINES = tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 """Names that `load_machine` knows."""
 
-_MOST = 1e30  # of any number: what is made of it stays finite
+_MAX_NUMBER = 1e30  # of any number: what is made of it stays finite
 _INTEGERS = ("memory_bytes", "context_bytes", "communicator_bytes", "ranks_per_node")
 
 
@@ -103,13 +103,13 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
         raise RecipeError(f"machine {path}: peak_flops must be a table of dtypes and FLOP/s, got {peaks!r}")
     numbers = {k: v for k, v in table.items() if k not in ("source", "devices", "peak_flops", "busy_slowdown")}
     for key, value in {**numbers, **{f"peak_flops.{k}": v for k, v in peaks.items()}}.items():
-        if type(value) not in (int, float) or not 0 <= value <= _MOST:
-            raise RecipeError(f"machine {path}: {key} must be a number from 0 to {_MOST:g}, got {value!r}")
+        if type(value) not in (int, float) or not 0 <= value <= _MAX_NUMBER:
+            raise RecipeError(f"machine {path}: {key} must be a number from 0 to {_MAX_NUMBER:g}, got {value!r}")
     if numbers.get("efficiency") == 0:
         raise RecipeError(f"machine {path}: efficiency must be above 0")
     slowdown = table.get("busy_slowdown", [])
     if not isinstance(slowdown, list) or not all(
-        type(value) in (int, float) and 0 <= value <= _MOST for value in slowdown
+        type(value) in (int, float) and 0 <= value <= _MAX_NUMBER for value in slowdown
     ):
         raise RecipeError(f"machine {path}: busy_slowdown must be a list of numbers, got {slowdown!r}")
     if slowdown and (slowdown[0] != 1 or slowdown != sorted(slowdown)):

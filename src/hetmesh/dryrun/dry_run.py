@@ -205,7 +205,7 @@ def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> 
 
     The caller's random state is as before. What stays to the end of the process: torch knows the fake device, as one
     that is not available; where there are GPUs it is no longer these that torch pins memory for, so that a process
-    which goes on to train there starts this one in a process of its own.
+    which goes on to train there starts this one in a separate process.
 
     Args:
         draws: draw the weights, which takes seconds for a billion of them, so that `built_peak` is that of training.
@@ -239,7 +239,7 @@ def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> 
 
 def with_microbatches(recipe: Recipe, count: int | None) -> Recipe:
     """The recipe with `count` microbatches per step; None: as many as it says. Raises RecipeError: a local batch does
-    not come to so many."""
+    not come to that number."""
     if count is None:
         return recipe
     batch = recipe.batch

@@ -17,7 +17,7 @@ from torch import Tensor
 from hetmesh._torch_compat import python_device
 from hetmesh.attention.flex import FLEX
 from hetmesh.boundary.accelerator import Cuda
-from hetmesh.boundary.backend import Message, Nccl, Posted
+from hetmesh.boundary.backend import Nccl, PeerBuffer, Posted
 from hetmesh.dryrun.fake_kernels import NAME, flex_attention_without_values, register
 from hetmesh.dryrun.host_waits import HostWaits
 
@@ -214,7 +214,7 @@ class FakeBackend(Nccl):
     connect = _nothing
 
     def post(
-        self, receives: Sequence[Message], sends: Iterable[Message], tag: int, group: Any, what: object
+        self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Any, what: object
     ) -> tuple[Posted, Posted]:
         """Packs what is sent; see `Backend.post`."""
         count = len(receives) + sum(1 for _ in sends)

@@ -47,7 +47,7 @@ _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put 
 
 
 CASTS = WeakTensorKeyDictionary()
-"""Weights in the dtype of autocast, cast once for as long as autocast lasts; whoever ends it clears this."""
+"""Weights in the dtype of autocast, cast once for as long as autocast lasts; cleared when it ends."""
 
 
 def _under_autocast(name: str, casts: Callable[[list[Tensor]], Callable[[Tensor], Tensor]]) -> Callable[..., Any]:

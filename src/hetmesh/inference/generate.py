@@ -1,7 +1,7 @@
 """Answers of a model in one process, token by token.
 
 What encoders and projectors make of the media is computed once. So are the keys and values of an LLM whose attention is
-causal and transformers' own. Any other LLM (of masks that are not causal, of one's own) computes all tokens again for
+causal and transformers' own. Any other LLM (custom, or with a mask that is not causal) computes all tokens again for
 each new one, by the forward of training, at a cost that grows with the square of the length.
 """
 

@@ -11,17 +11,17 @@ from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
 
-LONG = 4096
+LONG_SAMPLE_TOKENS = 4096
 """Tokens of a sample from which on the ranks of a lane may share it where samples are packed anyway: below, the
 exchange of keys costs more than it saves, and packing would be all that is gained."""
 
-_MOST_TENSOR, _MOST_CONTEXT, _MOST_STAGES, _MOST_MICROBATCHES = 8, 8, 16, 64
-_FEW = 16  # ranks that are parted in any way; more in whole nodes, powers of two and some shares
-_SPLITS = 4  # ways to part the ranks that are looked at
+_MAX_TENSOR, _MAX_CONTEXT, _MAX_STAGES, _MAX_MICROBATCHES = 8, 8, 16, 64
+_FEW_RANKS = 16  # ranks that are parted in any way; more in whole nodes, powers of two and some shares
+_MAX_RANK_SPLITS = 4  # ways to part the ranks that are looked at
 _CHECKPOINTS: tuple[CheckpointMode, ...] = ("none", "full")
 
 
-def powers(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
     return [1 << i for i in range(max(most, 1).bit_length())]
 
@@ -35,7 +35,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     facts, sink = problem.facts[name], name == problem.graph.sink.name
     node = problem.machine.ranks_per_node or ranks
     wanted = problem.fixed.get((name, "tp"))
-    for tp in [wanted] if isinstance(wanted, int) else powers(min(_MOST_TENSOR, node, ranks)):
+    for tp in [wanted] if isinstance(wanted, int) else powers_of_two(min(_MAX_TENSOR, node, ranks)):
         if facts.tensor_parallel and facts.tensor_parallel % tp:
             continue
         for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp, sink)):
@@ -55,8 +55,8 @@ def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> lis
     if isinstance(fixed, int):
         return [fixed] if facts.context_parallel or fixed == 1 else []
     spec = problem.graph[name]
-    long = spec.packed and int(problem.samples.tokens.max(initial=0)) >= LONG
-    return powers(min(most, _MOST_CONTEXT)) if facts.context_parallel and long else [1]
+    long = spec.packed and int(problem.samples.tokens.max(initial=0)) >= LONG_SAMPLE_TOKENS
+    return powers_of_two(min(most, _MAX_CONTEXT)) if facts.context_parallel and long else [1]
 
 
 def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
@@ -64,7 +64,7 @@ def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
     if facts.activation is None:
         return [1]
     units = max(layers - max(len(facts.first_layers) - 1, 0), 1)
-    return [n for n in range(1, min(most, units if sink else 1, _MOST_STAGES) + 1) if most % n == 0]
+    return [n for n in range(1, min(most, units if sink else 1, _MAX_STAGES) + 1) if most % n == 0]
 
 
 def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
@@ -111,8 +111,8 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
     sizes: list[Sequence[int]] = []
     for name in own[:-1]:
         ideal = ranks * work[name] / whole
-        each = range(1 if ranks <= _FEW else unit, ranks, 1 if ranks <= _FEW else unit)
-        steps = sorted({*powers(ranks // 2), *each, ranks // 3, ranks // 4, ranks // 9})
+        each = range(1 if ranks <= _FEW_RANKS else unit, ranks, 1 if ranks <= _FEW_RANKS else unit)
+        steps = sorted({*powers_of_two(ranks // 2), *each, ranks // 3, ranks // 4, ranks // 9})
         near = sorted((n for n in steps if 0 < n < ranks), key=lambda n: abs(math.log(n / max(ideal, 0.25))))
         sizes.append(near)
     found = 0
@@ -122,7 +122,7 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
         if rest > 0 and _usable(problem, sum(counts), rest):
             yield (*counts, rest)
             found += 1
-            if found == _SPLITS:
+            if found == _MAX_RANK_SPLITS:
                 return
 
 
@@ -140,7 +140,7 @@ def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
     fixed = problem.fixed.get(("", "microbatch_size"))
     if isinstance(fixed, int):
         return [] if each % fixed else [fixed]
-    sizes = [size for size in powers(each) if each % size == 0 and each // size <= _MOST_MICROBATCHES]
+    sizes = [size for size in powers_of_two(each) if each % size == 0 and each // size <= _MAX_MICROBATCHES]
     sizes = sizes or _doubling(each)
     enough = [size for size in sizes if each // size >= min(2 * stages, each)]
     return (enough or sizes)[-4:]
@@ -149,7 +149,7 @@ def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
 def _doubling(count: int) -> list[int]:
     """Divisors of `count`, each at least twice the one before, from the last that makes too many microbatches on."""
     divisors = [size for size in range(1, count + 1) if count % size == 0]
-    first = max(sum(count // size > _MOST_MICROBATCHES for size in divisors) - 1, 0)
+    first = max(sum(count // size > _MAX_MICROBATCHES for size in divisors) - 1, 0)
     found = divisors[first : first + 1]
     for size in divisors[first + 1 :]:
         found += [size] if size >= 2 * found[-1] else []
@@ -190,7 +190,7 @@ def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, Module
         yield dict(zip(problem.own, (*chosen, sink), strict=True))
 
 
-def joined(problem: Problem, placement: str, choices: Iterable[dict[str, ModulePlan]]) -> Iterator[LayoutPlan]:
+def with_schedules(problem: Problem, placement: str, choices: Iterable[dict[str, ModulePlan]]) -> Iterator[LayoutPlan]:
     """Every candidate of a placement from layouts of its modules: with every microbatch size and schedule."""
     if problem.fixed.get(("", "placement"), placement) != placement:
         return

@@ -27,9 +27,9 @@ SECTIONS = 8
 """Parts of a run that are compared with the rest of it."""
 SHARE, PER_SAMPLE = "share of the work", "work per sample"
 """What may drift: the first moves ranks from one module to another, both make other microbatches best."""
-LEAST_CHANGE = 0.05
+MIN_CHANGE = 0.05
 """Part of itself by which it must differ; less moves no rank unless a module has tens of them."""
-_POOL = 8  # batches' worth of samples from which batches are drawn: of fewer, they would be the same samples
+_POOL_BATCHES = 8  # batches' worth of samples from which batches are drawn: of fewer, they would be the same samples
 DRIFT_ALPHA = 0.01
 """How often data without drift may be taken for some that drift."""
 
@@ -100,20 +100,20 @@ def certify(
     if ranks < len(modules):
         raise HetmeshError(f"macro batch: {ranks} ranks cannot be parted between {len(modules)} modules")
     count, k = len(work), agreeing_batches(alpha, p)
-    whole = tuple(parted(work.sum(0)[None], ranks)[0].tolist())
-    if drifts := tuple(drifting(work, modules)):
+    whole = tuple(split_ranks(work.sum(0)[None], ranks)[0].tolist())
+    if drifts := tuple(find_drifts(work, modules)):
         return MacroBatch(0, whole, 0, count, drifts)
     rng, size, different = np.random.default_rng(seed), 1, 1
-    while _POOL * size <= count:
+    while _POOL_BATCHES * size <= count:
         batches = np.stack([work[rng.choice(count, size, replace=False)].sum(0) for _ in range(k)])
-        found = np.unique(parted(batches, ranks), axis=0)
+        found = np.unique(split_ranks(batches, ranks), axis=0)
         if len(found) == 1:
             return MacroBatch(size, tuple(found[0].tolist()), k, count)
         size, different = 2 * size, len(found)
     return MacroBatch(0, whole, 0, count, splits=different)
 
 
-def parted(work: np.ndarray, ranks: int) -> np.ndarray:
+def split_ranks(work: np.ndarray, ranks: int) -> np.ndarray:
     """Ranks for modules in proportion to their work, each at least one; what is left over goes where the remainders are
     largest, of equal ones to the first. int64 `[batches, modules]` of work `[batches, modules]`."""
     modules = work.shape[1]
@@ -125,8 +125,8 @@ def parted(work: np.ndarray, ranks: int) -> np.ndarray:
     return 1 + whole + (place < left[:, None])
 
 
-def drifting(work: np.ndarray, modules: Sequence[str]) -> list[Drift]:
-    """What changes along the run, by more than chance and by more than `LEAST_CHANGE`: a module's share of the work or
+def find_drifts(work: np.ndarray, modules: Sequence[str]) -> list[Drift]:
+    """What changes along the run, by more than chance and by more than `MIN_CHANGE`: a module's share of the work or
     its work per sample in some section, of which the least likely counts; or, also where no section stands out, samples
     that have ever more or less work for it (Spearman's rank correlation with their place), told by the halves."""
     count = len(work)
@@ -143,7 +143,7 @@ def drifting(work: np.ndarray, modules: Sequence[str]) -> list[Drift]:
             z, here, elsewhere = sections[worst]
             if z <= limit and measure == PER_SAMPLE and _trend(part) > limit:
                 z, worst, (_, here, elsewhere) = _trend(part), -1, _compared(part, of, count // 2, count)
-            if z > limit and abs(here - elsewhere) > LEAST_CHANGE * part.sum() / of.sum():
+            if z > limit and abs(here - elsewhere) > MIN_CHANGE * part.sum() / of.sum():
                 place = (0.5, 1.0) if worst < 0 else (worst / SECTIONS, (worst + 1) / SECTIONS)
                 found.append(Drift(module, measure, place, here, elsewhere))
     return found

@@ -30,9 +30,9 @@ from hetmesh.simulate import (
     StepModel,
     Timeline,
     average_bubbles,
+    largest_memory,
     rank_memory,
     simulate,
-    worst,
 )
 from hetmesh.simulate.fill_bubbles import fill_bubbles
 
@@ -80,7 +80,7 @@ def _of_lanes(spec: ModuleSpec, lanes: list[int]) -> ModuleSpec:
     return replace(spec, mesh=MeshSpec(tuple(array.ravel().tolist()), axes, array.shape))
 
 
-LANES = 4
+MIN_LANES = 4
 """Lanes of the sink in a simulation that decides, at least."""
 
 
@@ -178,7 +178,9 @@ class Predictor:
         """What each rank that is simulated holds at most in the steps of all sampled batches."""
         problem = self.problem
         counts = problem.communicators(laid_out(problem, plan)) if problem.communicators else {}
-        return worst(rank_memory(model, schedule, costs, counts) for model, schedule, costs in self._steps(plan))
+        return largest_memory(
+            rank_memory(model, schedule, costs, counts) for model, schedule, costs in self._steps(plan)
+        )
 
     def _steps(self, plan: LayoutPlan) -> Iterator[tuple[StepModel, Schedule, StepCosts]]:
         problem = self.problem
@@ -199,7 +201,7 @@ class Predictor:
 
 def timeline(problem: Problem, plan: LayoutPlan) -> Timeline:
     """The simulated step of the first sampled batch, with as many lanes as a search decides by: for a picture."""
-    return Predictor(problem, lanes=LANES).timelines(plan)[0]
+    return Predictor(problem, lanes=MIN_LANES).timelines(plan)[0]
 
 
 def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
@@ -207,7 +209,7 @@ def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
     a search decides by."""
     size = problem.global_batch_size
     batches = largest_batches(problem.graph, problem.samples, size)
-    ranks = worst(Predictor(replace(problem, samples=each), lanes=LANES).memory(plan) for each in batches)
+    ranks = largest_memory(Predictor(replace(problem, samples=each), lanes=MIN_LANES).memory(plan) for each in batches)
     samples = len(problem.samples)
     memory = problem.machine.memory_bytes if problem.memory_bytes is None else problem.memory_bytes
     return MemoryFit(problem.machine.name, memory, ranks, samples, samples)

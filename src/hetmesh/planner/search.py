@@ -20,21 +20,21 @@ from hetmesh.planner.candidates import (
     can_run,
     encoder_pipelines,
     homogeneous,
-    joined,
     microbatch_sizes,
     module_plans,
     rank_splits,
     schedules,
+    with_schedules,
 )
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
-from hetmesh.planner.predict import LANES, Prediction, Predictor, batch_flops
+from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops
 from hetmesh.planner.problem import Problem
 from hetmesh.simulate import LayerCosts
 
-_SIMULATED = 48  # at most, of each placement
-_FITTING, _NEAR, _FINALISTS = 12, 4, 4
-_UNEVEN = 12  # splits of microbatches over an encoder's lanes
+_MAX_SIMULATED = 48  # at most, of each placement
+_MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS = 12, 4, 4
+_MAX_UNEVEN_SPLITS = 12  # splits of microbatches over an encoder's lanes
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is told otherwise."""
 
@@ -87,8 +87,8 @@ class _Search:
         assignments: dict = {}  # many layouts have the same lanes, and so the same balanced batches
         self.predictors = {
             "quick": Predictor(problem, layers=layers, quick=True, assignments=assignments),
-            "one batch": Predictor(problem, 1, LANES, layers, assignments=assignments),
-            "exact": Predictor(problem, batches, LANES, layers, assignments=assignments),
+            "one batch": Predictor(problem, 1, MIN_LANES, layers, assignments=assignments),
+            "exact": Predictor(problem, batches, MIN_LANES, layers, assignments=assignments),
         }
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[str, tuple], Prediction | None] = {}
@@ -97,13 +97,13 @@ class _Search:
     def run(self, shown: int) -> Found:
         best = {}
         for placement in PLACEMENTS:
-            plans = list(itertools.islice(candidates(self.problem, placement), _SIMULATED + 1))
-            if len(plans) <= _SIMULATED:  # estimates have nothing to choose from
+            plans = list(itertools.islice(candidates(self.problem, placement), _MAX_SIMULATED + 1))
+            if len(plans) <= _MAX_SIMULATED:  # estimates have nothing to choose from
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
                 best[placement] = tuple(self._filled(self._measured(plans))[:shown])
                 continue
             promising = self._promising(candidates(self.problem, placement), or_least=True)
-            leaders = self._simulated(promising, _FITTING)[: max(_FINALISTS, shown)]
+            leaders = self._simulated(promising, _MAX_FITTING)[: max(_FINALISTS, shown)]
             firsts = {plan.microbatch_size: plan for plan in reversed(promising)}  # estimates compare sizes badly
             chosen = {plan.key(): plan for plan in (*leaders, *firsts.values())}
             final = self._filled(self._near(list(chosen.values())))
@@ -144,8 +144,8 @@ class _Search:
             else:
                 larger.append((size, len(larger), plan))
         if or_least and not found:
-            return [plan for _, _, plan in heapq.nsmallest(_NEAR, larger)]
-        return [plan for _, _, plan in heapq.nsmallest(_SIMULATED, found)]
+            return [plan for _, _, plan in heapq.nsmallest(_MAX_NEIGHBOURS, larger)]
+        return [plan for _, _, plan in heapq.nsmallest(_MAX_SIMULATED, found)]
 
     def _simulated(self, plans: Iterable[LayoutPlan], enough: int) -> list[LayoutPlan]:
         """Plans by their simulated seconds, once so many have been found that fit."""
@@ -169,7 +169,7 @@ class _Search:
             near = [plan for plan in near if ("quick", plan.key()) not in self.known]
             for plan in near:
                 self.estimated.pop(plan.key(), None)
-            better = self._measured(self._simulated(self._promising(near), _NEAR)[:2])
+            better = self._measured(self._simulated(self._promising(near), _MAX_NEIGHBOURS)[:2])
             found = sorted([*found, *better], key=lambda each: (each.step_s, str(each.plan)))
             if found[0] is leader:
                 break
@@ -205,7 +205,7 @@ class _Search:
                 found = self._predict(split(shares), "one batch")
                 return found.step_s if found is not None and found.fits else math.inf
 
-            shares = best_split(microbatches, pipelines, seconds, _UNEVEN)
+            shares = best_split(microbatches, pipelines, seconds, _MAX_UNEVEN_SPLITS)
             if shares is not None:
                 plan = split(shares)
                 yield plan
@@ -220,7 +220,7 @@ def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
     *encoders, last = problem.own
     if placement == "homogeneous":
         for sink in module_plans(problem, last, 0, problem.ranks):
-            yield from joined(problem, placement, homogeneous(problem, sink))
+            yield from with_schedules(problem, placement, homogeneous(problem, sink))
         return
     if not encoders:
         return
@@ -234,7 +234,7 @@ def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
     for place in places:
         layouts = [list(module_plans(problem, name, start, stop - start)) for name, (start, stop) in place.items()]
         for chosen in itertools.product(*layouts):
-            yield from joined(problem, placement, [dict(zip(problem.own, chosen, strict=True))])
+            yield from with_schedules(problem, placement, [dict(zip(problem.own, chosen, strict=True))])
 
 
 def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
@@ -254,7 +254,7 @@ def _with(problem: Problem, plan: LayoutPlan, modules: Mapping[str, ModulePlan])
     sink = modules[problem.graph.sink.name]
     if plan.placement == "homogeneous":
         for same in homogeneous(problem, sink):
-            yield from joined(problem, plan.placement, [same])
+            yield from with_schedules(problem, plan.placement, [same])
         return
     sizes = microbatch_sizes(problem, sink.lanes, sink.degree("pp"))
     kept = [plan.microbatch_size] if plan.microbatch_size in sizes and modules is not plan.modules else sizes

@@ -38,8 +38,8 @@ class Family:
     refused: str = ""
 
 
-CROSS = "its LLM reads images through cross-attention, not as rows among its tokens"
-DISCRETE = "its images are tokens of its vocabulary, not rows"
+CROSS_ATTENTION = "its LLM reads images through cross-attention, not as rows among its tokens"
+DISCRETE_IMAGES = "its images are tokens of its vocabulary, not rows"
 NO_TOWER = "it calls no tower by get_image_features, by which hetmesh splits models"
 WHOLE_SOUNDS = "its get_audio_features takes recordings in a form that hetmesh does not make"
 
@@ -59,10 +59,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "qwen2_audio": Family(calls={"audio": "padded_frames"}),
-        "mllama": Family(refused=CROSS),
-        "idefics": Family(refused=CROSS),
-        "chameleon": Family(refused=DISCRETE),
-        "emu3": Family(refused=DISCRETE),
+        "mllama": Family(refused=CROSS_ATTENTION),
+        "idefics": Family(refused=CROSS_ATTENTION),
+        "chameleon": Family(refused=DISCRETE_IMAGES),
+        "emu3": Family(refused=DISCRETE_IMAGES),
         "instructblip": Family(refused="its tower reads the question, too (qformer_input_ids)"),
         "florence2": Family(refused="its LLM is an encoder and a decoder, not a causal LLM"),
         **dict.fromkeys(("instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"), Family(refused=NO_TOWER)),

@@ -10,7 +10,7 @@ import tomli
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.keys import SECTIONS, is_flag, is_list, unknown
 
-FREE = ("modules", "data")
+FREE_TABLES = ("modules", "data")
 """Tables with keys of models and sources, which are taken as they are."""
 
 
@@ -30,7 +30,7 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[tuple[str, ...],
         path = tuple(name.removeprefix("--").split("."))
         if not name.startswith("--") or len(path) < 2 or not all(path):
             raise RecipeError(f"override {argument!r}: write overrides as --section.key value")
-        if path[0] in SECTIONS and path[0] not in FREE:
+        if path[0] in SECTIONS and path[0] not in FREE_TABLES:
             path = tuple(part.replace("-", "_") for part in path)
         if not equals:
             if not pending or pending[-1].startswith("--"):

@@ -282,7 +282,7 @@ def _merge_flat(parallelism: Mapping[str, Any], modules: Mapping[str, Any]) -> d
     layout = {key: value for key, value in flat.items() if key in LAYOUT_KEYS}
     merged = {name: layout | tables.get(name, {}) for name in modules}
     run_wide = {key: value for key, value in flat.items() if key not in layout}
-    experts = {key: value for key, value in layout.items() if key in sections.OF_EXPERTS}
+    experts = {key: value for key, value in layout.items() if key in sections.EXPERT_KEYS}
     own = {name: table for name, table in merged.items() if table}
     return run_wide | {"modules": own, "experts_of_all": experts}
 

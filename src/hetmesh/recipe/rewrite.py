@@ -13,7 +13,9 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.overrides import apply_override
 
-BARE = "# Written anew, without comments: the recipe has inline tables or dotted keys where tables are needed now.\n\n"
+HEADER = (
+    "# Written anew, without comments: the recipe has inline tables or dotted keys where tables are needed now.\n\n"
+)
 """How a recipe begins whose text could not be kept."""
 
 
@@ -43,7 +45,7 @@ def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
     except (TOMLKitError, tomli.TOMLDecodeError, TypeError, AttributeError, ValueError):
         same = False
     if not same:
-        found = BARE + tomlkit.dumps(wanted)
+        found = HEADER + tomlkit.dumps(wanted)
     return found.replace("\n", "\r\n") if "\r\n" in text else found
 
 

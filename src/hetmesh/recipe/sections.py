@@ -18,7 +18,7 @@ from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_s
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
 
-MOST_RANKS = 1_000_000
+MAX_RANKS = 1_000_000
 """Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
 
 
@@ -37,7 +37,7 @@ def parse_ranks(value: Any) -> Any:
             if isinstance(part, bool | float):
                 raise ValueError
             start, stop = int(first), int(last if dash else first)
-            if start > stop or stop >= MOST_RANKS:
+            if start > stop or stop >= MAX_RANKS:
                 raise ValueError
         except (TypeError, ValueError):
             raise ValueError(f"{part!r} is no rank; write ranks as [0, 1], '0-1', '0-3,6' or 'all'") from None
@@ -181,7 +181,7 @@ class ScheduleKeys(Section):
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
 
 
-OF_EXPERTS = ("expert_parallel_degree", "expert_placement_interval")
+EXPERT_KEYS = ("expert_parallel_degree", "expert_placement_interval")
 """Layout keys that mean something to modules with experts alone."""
 
 

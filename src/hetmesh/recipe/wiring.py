@@ -13,7 +13,7 @@ from hetmesh.graph.module_graph import LANE_AXES, expert_axis, experts_mesh, fir
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
-from hetmesh.recipe.sections import MOST_RANKS, ModuleParallelism
+from hetmesh.recipe.sections import MAX_RANKS, ModuleParallelism
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -61,8 +61,8 @@ def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
     if named := {rank for table in tables.values() for rank in table.ranks or ()}:
         return tuple(sorted(named))
     needed = max((math.prod(d or 1 for d in _degrees(t).values()) for t in tables.values()), default=1)
-    if needed > MOST_RANKS:
-        raise RecipeError(f"parallelism: the degrees need {needed} ranks; there can be {MOST_RANKS} at most")
+    if needed > MAX_RANKS:
+        raise RecipeError(f"parallelism: the degrees need {needed} ranks; there can be {MAX_RANKS} at most")
     return tuple(range(needed))
 
 

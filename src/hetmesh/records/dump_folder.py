@@ -192,7 +192,7 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
 
 
 def _claim(recipe: Recipe) -> RunFolder:
-    asked, keys = _asked(recipe), recipe.checkpoint
+    asked, keys = _asked(recipe.job.dump_folder), recipe.checkpoint
     if (found := resumable(recipe)) is not None:
         return _resumed(recipe, *found)
     for folder in _numbered(asked):
@@ -209,7 +209,7 @@ def resumable(recipe: Recipe) -> tuple[Path, int] | None:
     OutputError: a folder cannot be read; CheckpointError: the newest checkpoint has lost its checksums."""
     if not recipe.checkpoint.enable:
         return None
-    asked = _asked(recipe)
+    asked = _asked(recipe.job.dump_folder)
     with writing(asked, _HINT):
         for folder in reversed([asked, *_followers(asked)]):
             if (step := newest_step(folder / recipe.checkpoint.folder)) >= 0:
@@ -217,11 +217,11 @@ def resumable(recipe: Recipe) -> tuple[Path, int] | None:
     return None
 
 
-def _asked(recipe: Recipe) -> Path:
-    asked = Path(recipe.job.dump_folder)
+def _asked(dump_folder: str) -> Path:
+    asked = Path(dump_folder)
     asked = asked if asked.name not in ("", "..") else asked.resolve()
     if not asked.name:
-        raise RecipeError(f"job.dump_folder = {recipe.job.dump_folder!r}: give a folder of the run's own")
+        raise RecipeError(f"job.dump_folder = {dump_folder!r}: give a folder of the run's own")
     return asked
 
 
@@ -298,7 +298,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 def check_folder(recipe: Recipe) -> None:
     """Raise OutputError where a run of `recipe` cannot write its files, as far as that is seen without making any."""
     found = resumable(recipe)
-    folder = _asked(recipe) if found is None else found[0]
+    folder = _asked(recipe.job.dump_folder) if found is None else found[0]
     if found is not None or not holds_results(folder, recipe.checkpoint.folder):
         _check_files(folder)
 

@@ -9,7 +9,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from hetmesh.balance.policies.auto import EVEN, MARGIN
+from hetmesh.balance.policies.auto import EVEN_RATIO, MIN_GAIN
 from hetmesh.formatting import counted, table
 from hetmesh.records.metrics import amount
 from hetmesh.report.balance_values import BalancerResult, BalanceView, ExpertUse, Histogram, ModuleSizes
@@ -88,7 +88,7 @@ def _balancers(view: BalanceView) -> Iterator[str]:
                 yield f"  {line}"
             parts = [0]
     best, taken = max(shown, key=lambda result: result.gain), next(result for result in shown if result.recipe)
-    if best.gain > (1 + MARGIN) * taken.gain:
+    if best.gain > (1 + MIN_GAIN) * taken.gain:
         yield f"  fastest here: {best.name}, {best.gain:.3f}x; the recipe's {taken.name}: {taken.gain:.3f}x"
     yield "  max / std: largest load of a microbatch on a lane, and their standard deviation, both over the mean load"
     yield f"  gain: throughput over none; deferred: samples of a batch; padding: of what {names[-1]} computes"
@@ -111,9 +111,10 @@ def _choices(view: BalanceView) -> Iterator[str]:
     yield "auto picks " + ", ".join(f"{name} ({counted(n, 'batch', 'batches')})" for name, n in chosen.most_common())
     first = view.choices[0]
     if first[0].score is None:
-        yield f"  in the first no microbatch is above the mean by more than {EVEN - 1:.0%}, so nothing else is tried"
+        above = f"{EVEN_RATIO - 1:.0%}"
+        yield f"  in the first no microbatch is above the mean by more than {above}, so nothing else is tried"
         return
-    yield f"  what it compared for the first batch; a later one is taken if it is faster by {MARGIN:.1%}:"
+    yield f"  what it compared for the first batch; a later one is taken if it is faster by {MIN_GAIN:.1%}:"
     rows = [("candidate", "score", "simulated step", "")]
     for tried in first:
         score = "" if tried.score is None else f"{tried.score:.3f}"

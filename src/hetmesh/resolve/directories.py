@@ -26,27 +26,25 @@ _CHUNK = 8 << 20  # bytes read at once
 
 def directory_of(recipe: Recipe) -> Pretrained | None:
     """The one directory of a whole multimodal model from which all modules of `recipe` come, None if there is none."""
-    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
-    paths = {None if each is None else each.path.resolve() for each in found.values()}
-    pretrained = found[recipe.sink]
-    return pretrained if len(paths) == 1 and len(found) > 1 and _is_whole(pretrained) else None
+    directories = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+    paths = {None if directory is None else directory.path.resolve() for directory in directories.values()}
+    whole = directories[recipe.sink]
+    return whole if len(paths) == 1 and len(directories) > 1 and _is_whole(whole) else None
 
 
 def why_not_compared(recipe: Recipe) -> str:
     """Why modules of a whole multimodal model's directory are not compared with it; empty where they are, or where none
     of them comes from such a directory."""
-    found = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
-    if directory_of(recipe) is not None or not any(map(_is_whole, found.values())):
+    directories = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
+    if directory_of(recipe) is not None or not any(map(_is_whole, directories.values())):
         return ""
-    if len(found) < 2:
+    if len(directories) < 2:
         return f"modules.{recipe.sink} is the recipe's only module"
-    given = (
-        f"modules.{name} has no initial_load_path"
-        if each is None
-        else f"modules.{name}.initial_load_path = '{each.path}'"
-        for name, each in found.items()
+    keys = (
+        f"modules.{name}" + (" has no initial_load_path" if d is None else f".initial_load_path = '{d.path}'")
+        for name, d in directories.items()
     )
-    return f"its modules do not all come from one directory ({', '.join(given)})"
+    return f"its modules do not all come from one directory ({', '.join(keys)})"
 
 
 def _is_whole(pretrained: Pretrained | None) -> bool:
@@ -81,8 +79,8 @@ def references(world: World, recipe: Recipe, modules: tuple[str, ...]) -> Refere
     everybody: list[Any] = [None] * world.size
     with world.waiting("checksums of the directories of frozen modules"):
         dist.all_gather_object(everybody, (error, mine), group=world.group(range(world.size)))
-    if told := next((text for text, _ in everybody if text), ""):
-        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {told}")
+    if error := next((text for text, _ in everybody if text), ""):
+        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {error}")
     return _entries(files, {key: crc for _, some in everybody for key, crc in some.items()})
 
 
@@ -92,8 +90,7 @@ def references_alone(recipe: Recipe, modules: Iterable[str]) -> References:
         files = _files(recipe, modules)
         return _entries(files, _checksums(files))
     except (HetmeshError, OSError) as problem:
-        told = ", ".join(modules)
-        raise CheckpointError(f"checkpoints refer to the directories of {told}: {problem}") from problem
+        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {problem}") from problem
 
 
 def _files(recipe: Recipe, modules: Iterable[str]) -> list[tuple[str, Path]]:

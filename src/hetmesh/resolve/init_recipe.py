@@ -28,10 +28,10 @@ from hetmesh.resolve.planning import planned_text, recipe_problem
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.summary import count_parameters
 
-LOOKED_AT = 1024
+MAX_SAMPLES = 1024
 """Samples that say how long samples are."""
 
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 """Of a search for the least number of ranks that hold a model."""
 
 STATE_BYTES = 16  # of a parameter that is trained: itself, its gradient and Adam's two moments in float32
@@ -207,7 +207,7 @@ def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Reso
     """The recipe, and expanded metadata of samples from all of its data."""
     resolved = resolve(parse_recipe(_dumped(tables, overrides)))
     samples = len(resolved.source)
-    metas = resolved.loader().drawn(list(range(0, samples, max(samples // LOOKED_AT, 1)))[:LOOKED_AT]).metas
+    metas = resolved.loader().drawn(list(range(0, samples, max(samples // MAX_SAMPLES, 1)))[:MAX_SAMPLES]).metas
     if not metas.num_targets.any():
         raise RecipeError(
             f"none of {len(metas)} samples of the data that were looked at has a target: nothing in them is the "
@@ -234,7 +234,7 @@ def _least_ranks(resolved: ResolvedRecipe, machine: Machine) -> int:
 
 def _powers(least: int) -> tuple[int, ...]:
     first = 1 << max(least - 1, 0).bit_length()
-    return tuple(first << i for i in range(4) if first << i <= MOST_RANKS) or (first,)
+    return tuple(first << i for i in range(4) if first << i <= MAX_RANKS) or (first,)
 
 
 def _up_to(value: int, least: int) -> int:

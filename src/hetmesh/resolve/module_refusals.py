@@ -12,6 +12,7 @@ from torch import nn
 
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph import dense_mesh, experts_fit
+from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
 from hetmesh.models.batch_statistics import check_batch_statistics
 from hetmesh.models.user.adapters import UserAdapter
@@ -21,6 +22,7 @@ from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import Module
 
 
 def check_module(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
@@ -178,7 +180,9 @@ _compared: dict[Any, str | None] = {}
 """What was compared in this process, as several commands and the job ask again -> why it could not be."""
 
 
-def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size: int) -> list[str]:
+def uncompared_plans(
+    modules: Mapping[str, Module], meshes: Mapping[str, MeshSpec], adapters: Mapping[str, Adapter], vocab_size: int
+) -> list[str]:
     """Compare modules whose plan is a user's with themselves on tensor parallel ranks.
 
     Returns:
@@ -191,11 +195,11 @@ def uncompared_plans(recipe: Recipe, adapters: Mapping[str, Adapter], vocab_size
     for name, adapter in adapters.items():
         if isinstance(adapter, UserAdapter) and adapter.reason_not_probed:
             notes.append(f"modules.{name}: whether it mixes samples was not tried: {adapter.reason_not_probed}")
-        if adapter.abilities.gathered_whole and recipe.wiring.meshes[name].axis_size("fsdp") > 1:
+        if adapter.abilities.gathered_whole and meshes[name].axis_size("fsdp") > 1:
             notes.append(f"modules.{name}: FSDP gathers it whole: not every call is known to enter each layer once")
-        degree, added = recipe.wiring.meshes[name].axis_size("tp"), recipe.modules[name].plan
+        degree, added = meshes[name].axis_size("tp"), modules[name].plan
         plan = {**adapter.tensor_parallel_plan(), **added}
-        if degree == 1 or not plan or (":" not in recipe.modules[name].model and not added):
+        if degree == 1 or not plan or (":" not in modules[name].model and not added):
             continue
         where = f"modules.{name}.plan" if added else f"modules.{name}: its tensor_parallel_plan"
         key = (repr(adapter), repr(plan), degree, vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -96,24 +97,25 @@ def loaded_module(recipe: Recipe, adapter: Adapter, name: str) -> nn.Module:
     return deferred.module
 
 
+@dataclass(eq=False)
 class ModuleShapes(Mapping[str, ModuleShape | None]):
     """Per module its sizes, adapters and frozen parts included, found when they are first asked for; None for a module
     that cannot be built on the meta device."""
 
-    def __init__(self, recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
-        self._recipe, self._adapters = recipe, adapters
-        self._shapes: dict[str, ModuleShape | None] = {}
+    recipe: Recipe
+    adapters: Mapping[str, Adapter]
+    _shapes: dict[str, ModuleShape | None] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> ModuleShape | None:
         if name not in self._shapes:
-            self._shapes[name] = _shape(self._recipe, self._adapters[name], name)
+            self._shapes[name] = _shape(self.recipe, self.adapters[name], name)
         return self._shapes[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._adapters)
+        return iter(self.adapters)
 
     def __len__(self) -> int:
-        return len(self._adapters)
+        return len(self.adapters)
 
 
 def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from hetmesh.boundary.groups import job_communicators
+from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.cost import Profile
 from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.errors import RecipeError
@@ -28,18 +28,8 @@ from hetmesh.schedule import POLICIES
 BATCHES = 4
 """Global batches of samples that the planner sees."""
 
-_CERTIFIED = 4096  # samples, from all of the run, that are looked at for a stable split and for drift
-
-_WHOLE = {
-    "placement": lambda value: value in PLACEMENTS,
-    "schedule": lambda value: value in POLICIES,
-    "microbatch_size": lambda value: _is_size(value),
-}
-_CHECKPOINTS = ("none", "full")
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 1
+MAX_CERTIFIED_SAMPLES = 4096
+"""Samples, from all of the run, among which a stable split and drift are looked for."""
 
 
 def recipe_problem(
@@ -86,20 +76,20 @@ def recipe_problem(
 
 
 def recipe_macro_batch(resolved: ResolvedRecipe, problem: Problem) -> MacroBatch | None:
-    """What samples from all of the run say about how ranks are parted between modules; None where there is nothing to
-    part."""
+    """What samples from all of the run say about how ranks are divided between modules; None where there is nothing to
+    divide."""
     if not 2 <= len(problem.own) <= problem.ranks:
         return None
     loader, steps = resolved.loader(), resolved.recipe.training.steps
-    batches = min(max(-(-_CERTIFIED // resolved.recipe.batch.global_batch_size), BATCHES), steps)
+    batches = min(max(-(-MAX_CERTIFIED_SAMPLES // resolved.recipe.batch.global_batch_size), BATCHES), steps)
     samples = [i for k in range(batches) for i in loader.indices(k * steps // batches)]
     return certify(sample_flops(problem, loader.drawn(samples).metas), problem.own, problem.ranks)
 
 
 def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int:
     """Sampled global batches that hold a certified macro batch, of those that a problem has; some anyway."""
-    wanted = -(-macro.samples // global_batch_size) if macro is not None else 0
-    return min(max(wanted, SIMULATED), BATCHES)
+    batches = -(-macro.samples // global_batch_size) if macro is not None else 0
+    return min(max(batches, SIMULATED), BATCHES)
 
 
 def _check_packing(recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
@@ -153,20 +143,18 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -
 def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[tuple[str, str], object]:
     keys = [*DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "activation_checkpoint"]
     axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()} | {EXPERT_DEGREE: "ep"}
+    values = {"placement": PLACEMENTS, "schedule": POLICIES, "microbatch_size": None}  # None: a whole number from 1 on
+    modules = [module for module, fact in facts.items() if fact.alone]
     out: dict[tuple[str, str], object] = {}
     for key, value in given.items():
         module, dot, name = key.rpartition(".")
         value = schedule_name(value) if key == "schedule" else value
-        own = [each for each, fact in facts.items() if fact.alone]
-        if not dot and key in _WHOLE:
-            valid = _WHOLE[key](value)
-        elif module in own and name in keys:
-            valid = value in _CHECKPOINTS if name == keys[-1] else _is_size(value)
-        else:
+        if not ((not dot and key in values) or (module in modules and name in keys)):
             raise RecipeError(
-                f"--fix {key}: valid are {', '.join(_WHOLE)}, and for MODULE of {own} MODULE.KEY with KEY of {keys}"
+                f"--fix {key}: valid are {', '.join(values)}, and for MODULE of {modules} MODULE.KEY with KEY of {keys}"
             )
-        if not valid:
+        valid = values[key] if not dot else ("none", "full") if name == keys[-1] else None
+        if not (type(value) is int and value >= 1 if valid is None else value in valid):
             raise RecipeError(f"--fix {key}: {value!r} is not valid")
         out[module, axis_of.get(name, name)] = value
     return out

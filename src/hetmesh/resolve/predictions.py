@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetmesh.balance import BatchPlan, largest_batches
-from hetmesh.boundary.groups import job_communicators
+from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.errors import RecipeError
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options
-from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, rank_memory, simulate, worst
+from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, largest_memory, rank_memory, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 MAX_SAMPLES = 4096
@@ -59,7 +59,7 @@ def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:
     batches = min(max(MAX_SAMPLES // size, 1), steps)
     samples = loader.drawn([i for k in range(batches) for i in loader.indices(k * steps // batches)]).metas
     plans = map(resolved.plan, largest_batches(resolved.graph, samples, size))
-    ranks = worst(step_memory(resolved, model, plan) for plan in plans)
+    ranks = largest_memory(step_memory(resolved, model, plan) for plan in plans)
     return MemoryFit(model.machine.name, model.machine.memory_bytes, ranks, len(samples), steps * size)
 
 

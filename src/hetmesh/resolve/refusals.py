@@ -12,7 +12,7 @@ from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.sections import ScheduleKeys
+from hetmesh.recipe.sections import LRScheduler, Module, Optimizer, ScheduleKeys, Training
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.records.dump_folder import check_folder, resumable
 from hetmesh.records.reporter import require_wandb
@@ -42,11 +42,17 @@ def check_recipe(
     """
     refusals = Refusals()
     _kernels(recipe, refusals)
-    _freezing(recipe, refusals)
-    _optimizer(recipe, refusals)
+    _freezing(recipe.modules, refusals)
+    _optimizer(recipe.optimizer, recipe.training, recipe.lr_scheduler, refusals)
     _schedule_keys(recipe, refusals)
     if placeholders is not None:
-        _placeholders(recipe, placeholders, refusals)
+        source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
+        for i, boundary in enumerate(recipe.boundaries):
+            if boundary.at is not None and boundary.at not in placeholders:
+                refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
+        for name, module in recipe.modules.items():
+            if module.media is not None and module.media not in placeholders:
+                refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
@@ -119,21 +125,11 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
         )
 
 
-def _placeholders(recipe: Recipe, placeholders: Collection[str], refusals: Refusals) -> None:
-    source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
-    for i, boundary in enumerate(recipe.boundaries):
-        if boundary.at is not None and boundary.at not in placeholders:
-            refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
-    for name, module in recipe.modules.items():
-        if module.media is not None and module.media not in placeholders:
-            refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
-
-
-def _freezing(recipe: Recipe, refusals: Refusals) -> None:
+def _freezing(modules: Mapping[str, Module], refusals: Refusals) -> None:
     """What nothing is trained by: options of frozen modules, adapters in them, a model of nothing else."""
-    frozen = [name for name, module in recipe.modules.items() if not module.trainable]
+    frozen = [name for name, module in modules.items() if not module.trainable]
     for name in frozen:
-        module = recipe.modules[name]
+        module = modules[name]
         if module.lora is not None:
             refusals.add(
                 f"modules.{name}.trainable = false, but modules.{name}.lora gives it adapters to train, beside which "
@@ -146,13 +142,13 @@ def _freezing(recipe: Recipe, refusals: Refusals) -> None:
                     f"modules.{name}.{key} = {value!r}: the module is frozen (modules.{name}.trainable = false), so no "
                     "optimizer changes it; leave out one of them"
                 )
-    if len(frozen) == len(recipe.modules) and all(module.lora is None for module in recipe.modules.values()):
+    if len(frozen) == len(modules) and all(module.lora is None for module in modules.values()):
         given = ", ".join(f"modules.{name}.trainable = false" for name in frozen)
         refusals.add(f"{given}: nothing would be trained; make a module trainable, or give one a lora table")
 
 
-def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
-    keys, training, skipped = recipe.optimizer, recipe.training, "max_consecutive_non_finite"
+def _optimizer(keys: Optimizer, training: Training, schedule: LRScheduler, refusals: Refusals) -> None:
+    skipped, total = "max_consecutive_non_finite", schedule.total_steps
     if keys.name == "SGD" and keys.implementation == "fused" and "implementation" in keys.model_fields_set:
         refusals.add(
             "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid "
@@ -169,7 +165,6 @@ def _optimizer(recipe: Recipe, refusals: Refusals) -> None:
             f"training.{skipped} = {getattr(training, skipped)}: the first step that is not finite ends the run; leave "
             'it out, or set training.on_non_finite = "skip"'
         )
-    total = recipe.lr_scheduler.total_steps
     if total is not None and total < training.steps:
         refusals.add(
             f"lr_scheduler.total_steps = {total}: the schedule would end before the run, which has training.steps = "

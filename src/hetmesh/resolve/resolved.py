@@ -147,7 +147,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
             check_schedule(recipe, graph)
     if adapters is not None and not refusals.said:
         with refusals.collect():
-            notes = uncompared_plans(recipe, adapters, source.vocab_size)
+            notes = uncompared_plans(recipe.modules, recipe.wiring.meshes, adapters, source.vocab_size)
     refusals.finish()
     assert adapters is not None
     assert graph is not None

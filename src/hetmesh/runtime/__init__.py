@@ -2,18 +2,7 @@
 
 from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes, SpanBytes
-from hetmesh.runtime.recording import Recording
-from hetmesh.runtime.runtime import Reducer, Runtime
-from hetmesh.runtime.step import Loss, Observe, edge_name
+from hetmesh.runtime.runtime import Recording, Reducer, Runtime
+from hetmesh.runtime.step_runner import Loss, Observe, edge_name
 
-__all__ = [
-    "LiveBytes",
-    "LoadBatch",
-    "Loss",
-    "Observe",
-    "Recording",
-    "Reducer",
-    "Runtime",
-    "SpanBytes",
-    "edge_name",
-]
+__all__ = ["LiveBytes", "LoadBatch", "Loss", "Observe", "Recording", "Reducer", "Runtime", "SpanBytes", "edge_name"]

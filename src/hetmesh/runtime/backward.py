@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import REENTRANT, split_backward
+from hetmesh._torch_compat import REENTRANT, graph_nodes, split_backward
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -46,11 +46,11 @@ class SplitBackward:
             backward(outputs, gradients)
             self.parameters = []
             return
-        given = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
+        output_gradients = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
         # torch detaches outputs in place, to free what only the input part needed; views cannot be detached in place
-        whole = [out.clone() if out._is_view() else out for out in outputs]
+        detachable = [out.clone() if out._is_view() else out for out in outputs]
         input_part, _ = split_backward()
-        _, self.groups = input_part(whole, given, list(leaves), iter(self.parameters))
+        _, self.groups = input_part(detachable, output_gradients, list(leaves), iter(self.parameters))
         _materialise_gradients(leaves)
 
     def weight_part(self) -> None:
@@ -72,31 +72,23 @@ def _materialise_gradients(tensors: Sequence[Tensor]) -> None:
 
 def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Whether `output` has no autograd graph, or one that reaches one of `leaves`."""
-    wanted = set(map(id, leaves))
-    waiting: list[Any] = [] if output.grad_fn is None else [output.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if id(getattr(node, "variable", None)) in wanted:
-                return True
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return not output.requires_grad
+    targets = set(map(id, leaves))
+    reached = (id(getattr(node, "variable", None)) in targets for node in graph_nodes([output.grad_fn]))
+    return not output.requires_grad or any(reached)
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the autograd graph of `outputs` reaches one of `parameters`, or its cast, along several edges: autocast
     casts a parameter once, however often it is used. A reentrant checkpoint may use any of them, so it counts."""
     waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
-    wanted, reached, seen = set(map(id, parameters)), set(), set(waiting)
+    targets, reached, seen = set(map(id, parameters)), set(), set(waiting)
     while waiting:
         if (after := waiting.pop()).name() == REENTRANT:
             return True
         for node, _ in after.next_functions:
-            source = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
-            leaf = id(getattr(source, "variable", None))  # of a node that adds to the gradient of a leaf
-            if leaf in wanted:
+            function = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
+            leaf = id(getattr(function, "variable", None))  # of a node that adds to the gradient of a leaf
+            if leaf in targets:
                 if leaf in reached:
                     return True
                 reached.add(leaf)

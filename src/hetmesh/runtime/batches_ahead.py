@@ -18,6 +18,9 @@ LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
 Forward = tuple[Stage, int]
 """A stage and a microbatch."""
 
+_Copied = tuple[dict[str, Any], Event]
+"""A batch on its way to the device, and when it is there."""
+
 
 class BatchesAhead:
     """Batches in the order of the forwards that read them. On an asynchronous accelerator the next batch is loaded and
@@ -46,14 +49,20 @@ class BatchesAhead:
         """
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
-            return self._moved(self.load(*forward))
+            return self._on_device(self.load(*forward))
         if forward not in self._copied:
             self._waiting.remove(forward)
             self._copied[forward] = self._copy(forward)
         copied = self._copied.pop(forward)
         if isinstance(copied, Exception):
             raise copied
-        return copied.taken(self.accelerator)
+        batch, copy_over = copied
+        if (current := self.accelerator.current_stream()) is not None:
+            current.wait_event(copy_over)
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                self.accelerator.used_by(value, current)
+        return batch
 
     def prepare(self) -> None:
         """Start loading the next batch. Call it when what reads the one before has been queued."""
@@ -69,32 +78,15 @@ class BatchesAhead:
         over = self.accelerator.event()
         with self.accelerator.on(self._stream):
             # torch keeps pinned memory until copies from it are over.
-            pinned = {k: self.accelerator.pinned(v) if _lies_on_host(v) else v for k, v in batch.items()}
-            copied = self._moved(with_tensors(batch, pinned))
+            copied = self._on_device(batch)
             over.record()
-        return _Copied(copied, over)
+        return copied, over
 
-    def _moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        device = self.accelerator.device
-        on_device = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
-        return with_tensors(batch, on_device)
+    def _on_device(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return with_tensors(batch, {key: self._to_device(value) for key, value in batch.items()})
 
-
-class _Copied:
-    """A batch on its way to the device."""
-
-    def __init__(self, batch: Mapping[str, Any], over: Event) -> None:
-        self.batch, self.over = batch, over
-
-    def taken(self, accelerator: Accelerator) -> Mapping[str, Any]:
-        """The batch, for the current stream."""
-        if (current := accelerator.current_stream()) is not None:
-            current.wait_event(self.over)
-        for value in self.batch.values():
-            if isinstance(value, Tensor):
-                accelerator.used_by(value, current)
-        return self.batch
-
-
-def _lies_on_host(value: object) -> bool:
-    return isinstance(value, Tensor) and value.device.type == "cpu"
+    def _to_device(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = self.accelerator.pinned(value) if value.device.type == "cpu" else value
+        return value.to(self.accelerator.device, non_blocking=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
+import timeit
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from hetmesh.cost import find_machine, load_machine
 from hetmesh.recipe.recipe import Recipe
 
 _SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak
-_LONG_ENOUGH = 0.01  # s
+_MIN_PRODUCT_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,9 @@ def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
 def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
     """FLOP/s of this process in a square matrix product: the best of `times`, large enough to take milliseconds."""
     size, seconds = _SMALLEST, 0.0
-    while size < _LARGEST and seconds < _LONG_ENOUGH:  # a CPU without bfloat16 units is 50 times slower in it
+    while size < _LARGEST and seconds < _MIN_PRODUCT_S:  # a CPU without bfloat16 units is 50 times slower in it
         size *= 2
         a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         torch.mm(a[:32], b)  # starts threads and loads kernels
-        seconds = min(_seconds(a, b) for _ in range(times))
+        seconds = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=times))  # noqa: B023 - called at once
     return 2 * size**3 / seconds
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    started = time.perf_counter()
-    torch.mm(a, b)
-    return time.perf_counter() - started

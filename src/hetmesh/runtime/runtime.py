@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
-from hetmesh.boundary.channels import job_channels
-from hetmesh.boundary.groups import edge_groups
+from hetmesh.boundary.accelerator import Accelerator, Event
+from hetmesh.boundary.process_groups import edge_groups, job_channels
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
@@ -20,13 +21,16 @@ from hetmesh.parallel import Reduction
 from hetmesh.parallel.random_state import random_place
 from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes
-from hetmesh.runtime.recording import ActionClock, Recording
-from hetmesh.runtime.step import Loss, Observe, StepRunner
+from hetmesh.runtime.step_runner import Loss, Observe, StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
+
+Recording = list[tuple[Action, float, float]]
+"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
+sums begin, and when they are waited for."""
 
 
 class Runtime:
@@ -80,7 +84,7 @@ class Runtime:
         channels = job_channels(graph) if world.backend.by_order else None
         if channels is not None:
             world.open(channels.all)
-        for ranks in edge_groups(stage_graph(graph), transport, world.link, channels):
+        for ranks in edge_groups(stage_graph(graph), transport, channels):
             world.group(ranks)
         self.channels = {} if channels is None else channels.of_edge
 
@@ -116,12 +120,7 @@ class Runtime:
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
         with self.world.backend.step(), torch.set_grad_enabled(schedule.training):
             for action in runner.actions:
-                with (
-                    self._guarded(action),
-                    self._counted(action),
-                    runner.streams.of(action),
-                    _timed(clock, action),
-                ):
+                with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
                     if action.kind is Kind.REDUCE:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
@@ -177,6 +176,38 @@ class Runtime:
                 ) from error
             error.add_note(f"during {action} on rank {rank}")
             raise
+
+
+class ActionClock:
+    """Times the actions of one step: on the CPU as the host runs them, on an asynchronous accelerator as the device
+    does. The host waits for the device before the first action and after the last."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._timed: list[tuple[Action, Event, Event]] = []
+        accelerator.synchronize()
+        self._zero = self._now()
+        self._zero_at = time.perf_counter()
+
+    @contextmanager
+    def timing(self, action: Action) -> Iterator[None]:
+        """The body is `action`, or a part of it, on the current stream."""
+        started = self._now()
+        yield
+        self._timed.append((action, started, self._now()))
+
+    def read(self) -> Recording:
+        """What was timed, in order. The host waits for it."""
+        self.accelerator.synchronize()
+        return [(action, self._seconds(started), self._seconds(stopped)) for action, started, stopped in self._timed]
+
+    def _now(self) -> Event:
+        event = self.accelerator.event(timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, event: Event) -> float:
+        return self._zero_at + 1e-3 * self._zero.elapsed_time(event)
 
 
 def _timed(clock: ActionClock | None, action: Action) -> AbstractContextManager[None]:

@@ -1,5 +1,5 @@
-"""Which stream a rank runs each stage on: slices that fill gaps of other stages have a stream of their own, so that the
-device fills a gap whenever it occurs, not only where the schedule expects it."""
+"""Which stream a rank runs each stage on: slices that fill gaps of other stages have a separate one, so that the device
+fills a gap whenever it occurs, not only where the schedule expects it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StageStreams:
 
     def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:
         self.accelerator, self.schedule = accelerator, schedule
-        self._held = frozenset(s for s in schedule.stages.stages if rank in schedule.stages.ranks_of(s))
-        beside = self._held & schedule.beside
-        self._side = side if beside and beside != self._held else None
+        self._stages = frozenset(s for s in schedule.stages.stages if rank in schedule.stages.ranks_of(s))
+        beside = self._stages & schedule.beside
+        self._side = side if beside and beside != self._stages else None
         self._beside = frozenset() if self._side is None else beside
         self._own = accelerator.current_stream()
         self._sent: dict[Route, Event] = {}
@@ -69,11 +69,11 @@ class StageStreams:
 
     def _end(self, edge: Edge, kind: Kind) -> Stage:
         """The end of an edge that this rank holds; for a SEND the source, if it holds both."""
-        here = edge.source in self._held and (kind is Kind.SEND or edge.destination not in self._held)
+        here = edge.source in self._stages and (kind is Kind.SEND or edge.destination not in self._stages)
         return edge.source if here else edge.destination
 
     def _crosses(self, edge: Edge) -> bool:
-        return {edge.source, edge.destination} <= self._held and (
+        return {edge.source, edge.destination} <= self._stages and (
             (edge.source in self._beside) != (edge.destination in self._beside)
         )
 

@@ -21,10 +21,10 @@ from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, Action, Kind, PolicyOp
 Score = Callable[[Schedule], float]
 """What a schedule takes, in any unit."""
 
-INNER = ("1f1b", "interleaved", "zero_bubble")
+INNER_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """Schedules of the LLM by itself that `bubble_fill` fills."""
 
-_SHARES = (0.0, 0.125, 0.25, 0.5)
+_AIM_SHARES = (0.0, 0.125, 0.25, 0.5)
 """What is tried: so much of the way from a makespan that no order is below to the coarse one. Two passes each, or
 four."""
 
@@ -113,7 +113,7 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
     best: dict[tuple[int, ...], Filled] = {}
     for fill_order in _fill_orders(problem):
         found: Filled | None = None
-        for share in _SHARES:
+        for share in _AIM_SHARES:
             wanted = shortest + share * max(most - shortest, 0.0)
             each = fill(problem, caps, tails, wanted, fill_order)
             if found is None or each.makespan < found.makespan:
@@ -142,8 +142,9 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     Raises:
         ScheduleError: there is no such inner schedule.
     """
-    if options.inner not in INNER:
-        raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {', '.join(INNER)}")
+    if options.inner not in INNER_SCHEDULES:
+        valid = ", ".join(INNER_SCHEDULES)
+        raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {valid}")
     module = stages.sink.module
     own = stages.of_module(module)
 

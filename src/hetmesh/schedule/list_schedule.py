@@ -26,7 +26,7 @@ Durations = Callable[[Action], float]
 SetDurations = Callable[[Action], Sequence[float]]
 """The same on each set of ranks that starts the action by itself; nothing where all take equally long."""
 
-NOMINAL = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+NOMINAL_DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
 
 def nominal(stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozenset()) -> Durations:
@@ -38,12 +38,12 @@ def nominal(stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozen
     busy: dict[int, int] = {}
     for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
         kinds = (Kind.FORWARD, *backward_kinds(stage, stages, split))
-        seconds = max(routes.count(stage.module), 1) * int(sum(NOMINAL[kind] for kind in kinds))
+        seconds = max(routes.count(stage.module), 1) * int(sum(NOMINAL_DURATIONS[kind] for kind in kinds))
         for rank in ranks:
             busy[rank] = busy.get(rank, 0) + seconds
     common = math.lcm(*busy.values())  # sums of whole numbers are exact: who is first does not depend on rounding
     share = {stage: common // max(busy[rank] for rank in stages.ranks_of(stage)) for stage in stages.stages}
-    return lambda action: NOMINAL[action.kind] * share[action.stage]
+    return lambda action: NOMINAL_DURATIONS[action.kind] * share[action.stage]
 
 
 class Group(ABC):
@@ -226,7 +226,8 @@ def capped_stages(
         kinds: which actions of `steps` they run.
     """
     forwards, backwards = (by_stage(steps, kind) if kind in kinds else {} for kind in (Kind.FORWARD, Kind.BACKWARD))
-    return [Capped(s, stages, routes, caps and caps[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
+    limits = dict.fromkeys(stages.stages) if caps is None else caps
+    return [Capped(s, stages, routes, limits[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
 
 
 class Fixed(Group):

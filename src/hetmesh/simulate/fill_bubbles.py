@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import Lanes, Rates, StageCost, StepCosts, Work, module_times
@@ -58,7 +59,8 @@ def on_grid(costs: StepCosts) -> StepCosts:
         return round(seconds / unit) * unit
 
     def each(cost: StageCost) -> StageCost:
-        return replace(cost, **{name: rounded(getattr(cost, name)) for name in _SECONDS})
+        seconds: dict[str, Any] = {name: rounded(getattr(cost, name)) for name in _SECONDS}
+        return replace(cost, **seconds)
 
     lanes = costs.lanes
     if lanes is not None:

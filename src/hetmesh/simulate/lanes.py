@@ -74,7 +74,7 @@ def _places(plan: BatchPlan, name: str) -> np.ndarray:
     return out
 
 
-def merged(groups: Groups, flows: Flows, costs: Costs) -> Lanes | None:
+def merge_equal_replicas(groups: Groups, flows: Flows, costs: Costs) -> Lanes | None:
     """The groups with equal replicas made one; None where every stage is then a single group.
 
     A replica is what shares ranks or exchanges rows. Two are equal where every stage costs the same in every

@@ -101,7 +101,8 @@ class LayerCosts:
         time = self._time(layer if self.profile is None else whole, how, work, tp)
         sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
-        size, flags = (layer, work, how.itemsize), {"upstream": how.upstream, "recompute": how.recompute}
+        size = layer, work, how.itemsize
+        flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
         kept = activation_bytes(*size, tp=tp, sequence_parallel=how.sequence_parallel, autocast=how.autocast, **flags)
         split = split_bytes(*size, upstream=how.upstream, tp=tp)
         transient = [most(*size, tp=tp, autocast=how.autocast, **flags) for most in (forward_bytes, backward_bytes)]

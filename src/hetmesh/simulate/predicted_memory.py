@@ -103,7 +103,7 @@ class MemoryFit:
         return self.spare_bytes >= 0 if self.memory_bytes else None
 
 
-def worst(predictions: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
+def largest_memory(predictions: Iterable[Mapping[int, RankMemory]]) -> dict[int, RankMemory]:
     """Per rank the largest of several predictions."""
     found: dict[int, RankMemory] = {}
     for ranks in predictions:
@@ -145,7 +145,9 @@ def rank_memory(
 def _tensors(peak: Peak, static: int, own: StaticMemory) -> RankMemory:
     """What a rank holds of tensors at a peak of its track, of which the rank that holds most has `static` bytes."""
     missing = static - peak.bytes[STATIC]  # gradients of stages whose first backward is yet to come
-    return RankMemory(own.parameters, max(own.gradients - missing, 0), own.optimizer, *peak.bytes[ACTIVATIONS:])
+    activations, gathered, temporaries, sums, rows = peak.bytes[ACTIVATIONS:]
+    static_of_rank = own.parameters, max(own.gradients - missing, 0), own.optimizer
+    return RankMemory(*static_of_rank, activations, gathered, temporaries, sums, rows)
 
 
 def _on_device(model: StepModel, rank: int) -> StaticMemory:

@@ -23,7 +23,7 @@ from hetmesh.simulate.timeline import (
 )
 
 RECEIVE = 8  # not a kind of span: it takes no time of its own
-FREE = TransferCost()
+NO_COST = TransferCost()
 _FORWARD, _BACKWARD, _WEIGHT = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT  # an enum's attributes are slow
 _SEND, _REDUCE = Kind.SEND, Kind.REDUCE
 
@@ -80,6 +80,9 @@ class Program:
     most: int
 
 
+_COLUMNS = ("kinds", "targets", "microbatches", "to", "routes", "seconds", "collectives", "bytes", "each")
+
+
 def program(schedule: Schedule, costs: StepCosts) -> Program:
     """The columns of `schedule` under `costs`.
 
@@ -99,9 +102,10 @@ def program(schedule: Schedule, costs: StepCosts) -> Program:
     training = schedule.training
     look_up = _Costs(schedule, costs, index, {edge: i for i, edge in enumerate(edges)})
     entries = [look_up.entry(action) for action in schedule.actions]
-    columns: list[list[Any]] = [list(column) for column in zip(*entries, strict=True)] or [[] for _ in range(9)]
+    by_column = zip(*entries, strict=True) if entries else ((),) * len(_COLUMNS)
+    columns: dict[str, Any] = {name: list(column) for name, column in zip(_COLUMNS, by_column, strict=True)}
     return Program(
-        *columns,
+        **columns,
         tracks=tuple(ranks for ranks, _ in classes),
         held=tuple(held for _, held in classes),
         stage_tracks=[tuple(sorted({track for tracks in sets for track in tracks})) for sets in groups],
@@ -147,7 +151,7 @@ class _Costs:
             number = self.routes.setdefault(route, len(self.routes))
             if kind is not _SEND:
                 return RECEIVE, edge, m, to, number, 0.0, 0.0, 0, None
-            transfer = self.transfers.get(route, FREE)
+            transfer = self.transfers.get(route, NO_COST)
             return TRANSFER, edge, m, to, number, transfer.seconds, 0.0, transfer.bytes, None
         stage = self.stages[target]
         if kind is _REDUCE:

@@ -20,7 +20,7 @@ from hetmesh.graph import ModuleSpec, SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.layout.intervals import coalesce, extent
 
-BLOCK = 128
+BLOCK_ROWS = 128
 """Query rows that a kernel works on together, and positions in whose multiples keys are fetched."""
 
 
@@ -62,7 +62,7 @@ def _shares(
     sink = module.name == plan.graph.sink.name
     unit, twice = module.tokens_per_row or 1, 2 if sink else 1
     shares = [coalesce(sorted(share)) for share in tokens.shares]
-    wanted = [needed_keys(mask, runs, BLOCK) if len(shares) > 1 else () for runs in shares]
+    wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(shares) > 1 else () for runs in shares]
     predicting = _predicting(samples, tokens.starts) if sink else ()
     found = []
     for r, runs in enumerate(shares):
@@ -77,12 +77,12 @@ def computed_entries(mask: Mask, runs: Intervals) -> int:
     """Entries of the attention matrix that a kernel of blocks computes for the rows `runs`, ascending."""
     if not extent(runs):
         return 0
-    long = mask.stops - mask.starts >= BLOCK
+    long = mask.stops - mask.starts >= BLOCK_ROWS
     cuts = np.unique(np.concatenate([mask.starts[long], mask.stops[long]]))  # a block ends where a long segment does
     starts: list[np.ndarray] = []
     for a, b in runs:
         inside = [a, *cuts[(cuts > a) & (cuts < b)].tolist(), b]
-        starts += [np.arange(low, high, BLOCK) for low, high in itertools.pairwise(inside)] + [np.array([b])]
+        starts += [np.arange(low, high, BLOCK_ROWS) for low, high in itertools.pairwise(inside)] + [np.array([b])]
     edges = np.unique(np.concatenate(starts))
     rows, own = np.diff(edges), np.isin(edges[:-1], [b for _, b in runs], invert=True)
     return int((tile_counts(mask, edges, 1) * rows)[own].sum())
@@ -95,14 +95,14 @@ def _predicting(samples: Sequence[SampleMeta], starts: Sequence[int]) -> Interva
     )
 
 
-_FEW = 16
+_FEW_PAIRS = 16
 
 
 def overlap(a: Intervals, b: Intervals) -> int:
     """Positions that two ascending interval lists share."""
     if not a or not b:
         return 0
-    if len(a) * len(b) <= _FEW:  # arrays cost more than they save
+    if len(a) * len(b) <= _FEW_PAIRS:  # arrays cost more than they save
         return sum(max(min(stop, high) - max(start, low), 0) for start, stop in a for low, high in b)
     (starts, stops), (low, high) = np.array(a, np.int64).T, np.array(b, np.int64).T
     held = np.concatenate([[0], np.cumsum(high - low)])

@@ -22,13 +22,13 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
 from hetmesh.layout.hashing import memoized
 from hetmesh.schedule import Schedule
-from hetmesh.simulate.lanes import group_ranks, lane_groups, merged, plan_flows
+from hetmesh.simulate.lanes import group_ranks, lane_groups, merge_equal_replicas, plan_flows
 from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
 from hetmesh.simulate.transfer_costs import transfer_costs
 
-_TOUCHED = {"AdamW": 8, "Adam": 8, "SGD": 4}  # elements read and written per parameter: norm, scaling and update
+_UPDATED_ELEMENTS = {"AdamW": 8, "Adam": 8, "SGD": 4}  # read and written per parameter: norm, scaling and update
 
 
 class StepModel:
@@ -147,7 +147,7 @@ class StepModel:
             if len(groups[stage]) > 1:
                 found = built[stage].group_costs(work[stage.module], lane_groups(spec))
                 each |= {(stage, m): costs for m, costs in found.items()}
-        return merged(groups, plan_flows(plan, schedule), each)
+        return merge_equal_replicas(groups, plan_flows(plan, schedule), each)
 
     def _parts(
         self,
@@ -173,7 +173,7 @@ class StepModel:
     def _optimizer_seconds(self) -> dict[int, float]:
         """Reading and writing parameters, gradients and state once, on each rank."""
         bandwidth = self.machine.memory_bandwidth
-        per_byte = _TOUCHED.get(self.optimizer, 8) / bandwidth if bandwidth else 0.0
+        per_byte = _UPDATED_ELEMENTS.get(self.optimizer, 8) / bandwidth if bandwidth else 0.0
         seconds: dict[int, float] = {}
         for held in self.memory.values():
             for rank, memory in held.items():

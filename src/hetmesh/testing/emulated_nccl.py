@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hetmesh._torch_compat import default_store
 from hetmesh.boundary import Nccl, World, init
-from hetmesh.boundary.backend import Message, Posted
+from hetmesh.boundary.backend import Group, PeerBuffer, Posted
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, HalfMessage, Queue, missing
 from hetmesh.testing.in_flight import InFlight, compare_collectives
@@ -85,18 +85,13 @@ class EmulatedNccl(Nccl):
     def link(self) -> str:
         return self.chooses_as
 
-    def connect(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def connect(self, device: torch.device, group: Group = None) -> None:
         super().connect(device, group)
         self._queue(group).connected = True
         self.counts.communicators += 1
 
     def post(
-        self,
-        receives: Sequence[Message],
-        sends: Iterable[Message],
-        tag: int,
-        group: dist.ProcessGroup | None,
-        what: object,
+        self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Group, what: object
     ) -> tuple[Posted, Posted]:
         """One batch at the end of the communicator's queue; see `Backend.post`.
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.loader import DrawnSample
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import output_key

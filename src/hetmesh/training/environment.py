@@ -64,9 +64,9 @@ def world_for(recipe: Recipe) -> Iterator[World]:
             world.close()
 
 
-def choose_kernels(recipe: Recipe, device: torch.device) -> None:
-    """The kernels of training: deterministic ones where the recipe says so, and no cuDNN attention."""
-    if recipe.debug.deterministic:
+def choose_kernels(deterministic: bool, device: torch.device) -> None:
+    """The kernels of training: `deterministic` ones or any, and no cuDNN attention."""
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without it
         torch.use_deterministic_algorithms(True)
     choose_attention(device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.errors import GradientError
 from hetmesh.parallel import ParallelModule, check_replica_gradients, local_gradient, local_part, union_over_ranks
 from hetmesh.training.gradients import counted, squared_norm

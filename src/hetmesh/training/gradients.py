@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.parallel import ParallelModule, local_gradient
 from hetmesh.runtime import Runtime
 

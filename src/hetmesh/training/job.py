@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
-from hetmesh.boundary.groups import ends_are_tied, stage_meshes, tied_pairs
+from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.checkpoint.resume import Configs, configs
 from hetmesh.data.loader import DrawnBatch, Loader
 from hetmesh.data.payloads import Payloads
@@ -137,7 +137,7 @@ class Job:
         if world.accelerator.computes:
             check_replicas(modules, tied, world, 0, buffers=True)
         loader = resolved.loader(payloads)
-        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe))
+        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe.modules))
 
     @property
     def recipe(self) -> Recipe:

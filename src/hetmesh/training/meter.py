@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
 from hetmesh.balance.imbalance import batch_load, plan_assignment
 from hetmesh.balance.plan_batch import within_range
-from hetmesh.boundary.scalars import gather_over_ranks
+from hetmesh.boundary.world import gather_over_ranks
 from hetmesh.cost import Work, imbalance, module_flops
 from hetmesh.records.metrics import Measured, StepCost, StepLoad
 from hetmesh.runtime.device_peak import find_peak, peak_memory

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh import _titan
 from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import LRScheduler, Module, Optimizer
 
 
 def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
@@ -36,7 +37,7 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
                 _titan.param_group_config()(
                     pattern=pattern,
                     optimizer_name=recipe.optimizer.name,
-                    optimizer_kwargs=_arguments(recipe, name),
+                    optimizer_kwargs=_arguments(recipe.modules[name], recipe.optimizer),
                 )
             )
     if not groups:
@@ -44,7 +45,7 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     container = _titan.optimizers_container()
     config = container.Config(param_groups=groups, implementation=recipe.optimizer.implementation)
     optimizers = container(config, model_parts=[root])
-    return optimizers, _schedulers(recipe, optimizers)
+    return optimizers, _schedulers(recipe.lr_scheduler, recipe.training.steps, optimizers)
 
 
 def take_step(optimizers: Any, schedules: Any, update: bool = True) -> None:
@@ -78,13 +79,12 @@ def keeping_options(optimizers: tuple[Any, Any] | None) -> Iterator[None]:
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """`[optimizer] lr` of the step that comes after so many; the same on every rank, with something to train or not."""
     stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    factor = _schedulers(recipe, [stand_in]).schedulers[0].lr_lambdas[0]
+    factor = _schedulers(recipe.lr_scheduler, recipe.training.steps, [stand_in]).schedulers[0].lr_lambdas[0]
     return lambda step: recipe.optimizer.lr * factor(step)
 
 
-def _schedulers(recipe: Recipe, optimizers: Any) -> Any:
-    keys = recipe.lr_scheduler
-    steps = keys.total_steps or recipe.training.steps
+def _schedulers(keys: LRScheduler, steps: int, optimizers: Any) -> Any:
+    steps = keys.total_steps or steps
     schedule = _titan.lr_schedulers_container().Config(
         warmup_steps=min(keys.warmup_steps, steps),
         decay_ratio=keys.decay_ratio,
@@ -94,8 +94,7 @@ def _schedulers(recipe: Recipe, optimizers: Any) -> Any:
     return schedule.build(optimizers=optimizers, training_steps=steps)
 
 
-def _arguments(recipe: Recipe, name: str) -> dict[str, Any]:
-    own, shared = recipe.modules[name], recipe.optimizer
+def _arguments(own: Module, shared: Optimizer) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "lr": shared.lr if own.lr is None else own.lr,
         "weight_decay": shared.weight_decay if own.weight_decay is None else own.weight_decay,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.errors import BoundaryError, GraphError, HetmeshError
 from hetmesh.graph import (
     LANE_AXES,

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.records.metrics import StepMetrics
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -69,27 +69,33 @@ def train(
     """
     # Before anything has a thread: workers that load samples are forked from here.
     with open_payloads(recipe) as payloads, world_for(recipe) as world:
-        source = payloads.sources[TRAIN]  # the one that workers share
-        resolved = resolve(recipe, source) if resolved is None else replace(resolved, source=source)
-        return train_in(world, resolved, payloads, loss=loss, on_step=on_step, export=export)
+        return train_in(world, recipe, payloads, resolved, loss=loss, on_step=on_step, export=export)
 
 
 def train_in(
     world: World,
-    resolved: ResolvedRecipe,
+    recipe: Recipe,
     payloads: Payloads,
+    resolved: ResolvedRecipe | None = None,
     *,
     loss: CustomLoss | None = None,
     on_step: OnStep | None = None,
     export: Export | None = None,
 ) -> dict[str, Any]:
     """`train` in a World."""
-    folder = claim_folder(resolved.recipe, world)
+    folder = claim_folder(recipe, world)
     if folder.summary is not None:
         if world.rank == 0:
-            print("\n".join(already_finished(resolved.recipe, folder)), flush=True)
+            print("\n".join(already_finished(recipe, folder)), flush=True)
         return folder.summary
-    return Trainer(resolved, world, folder, payloads, loss=loss, on_step=on_step, export=export).run()
+    try:
+        source = payloads.sources[TRAIN]  # the one that workers share
+        resolved = resolve(recipe, source) if resolved is None else replace(resolved, source=source)
+        trainer = Trainer(resolved, world, folder, payloads, loss=loss, on_step=on_step, export=export)
+    except BaseException:
+        folder.release()
+        raise
+    return trainer.run()
 
 
 class Trainer:
@@ -118,7 +124,7 @@ class Trainer:
         self.export = export
         self.began = time.perf_counter()
         torch.manual_seed(recipe.debug.seed)
-        choose_kernels(recipe, world.device)
+        choose_kernels(recipe.debug.deterministic, world.device)
         self.on_step, self.stopped = on_step, False
         self.signals, self.signalled = StopSignals(announce=world.rank == 0), False
         self.recipe, self.world = recipe, world

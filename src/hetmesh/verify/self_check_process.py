@@ -1,4 +1,4 @@
-"""The self-check in a process of its own, and its results, which are kept beside the dump folder."""
+"""The self-check in a separate process, and its results, which are kept beside the dump folder."""
 
 from __future__ import annotations
 

@@ -41,45 +41,34 @@ def self_check_source(
     vocabulary = config.get_text_config().vocab_size
     special = _special(config) | {*placeholders.values(), 0}
     text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
-    kinds = list(shapes)
-    first, all_shapes = kinds[0], shapes[kinds[0]]
+
+    def sample(name: str, items: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[SampleMeta, Sample]:
+        def words() -> list[int]:
+            return text[torch.randint(len(text), (TEXT,), generator=draw)].tolist()
+
+        tokens, media = words(), []
+        payload: dict[str, list[Tensor]] = {}
+        for kind, extent in items:
+            before, after = ([token] for token in around[kind]) if kind in around else ([], [])
+            tokens += before
+            end = len(extent) - size_dims[kind](extent)
+            media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
+            payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
+            tokens += [placeholders[kind], *after, *words()]
+        start = len(tokens)
+        tokens += words()  # the answer
+        meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
+        return meta, Sample(name, torch.tensor(tokens), payload)
+
+    first, (small, *larger) = next(iter(shapes.items()))
     items: list[list[tuple[str, tuple[int, ...]]]] = [
         [],
-        [(first, all_shapes[0])],
-        [(first, shape) for shape in (*all_shapes, all_shapes[0])],
-        [(kind, shape) for kind in reversed(kinds) for shape in shapes[kind]],
+        [(first, small)],
+        [(first, shape) for shape in (small, *larger, small)],
+        [(kind, shape) for kind in reversed(list(shapes)) for shape in shapes[kind]],
     ]
-    given = placeholders, size_dims, around, text, draw
-    samples = [_sample(name, its_items, *given) for name, its_items in zip(KINDS, items, strict=True)]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
-    return MemorySource(samples, vocabulary, placeholders, pad)
-
-
-def _sample(
-    name: str,
-    items: Sequence[tuple[str, tuple[int, ...]]],
-    placeholders: Mapping[str, int],
-    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
-    around: Mapping[str, tuple[int, int]],
-    text: Tensor,
-    draw: torch.Generator,
-) -> tuple[SampleMeta, Sample]:
-    def words() -> list[int]:
-        return text[torch.randint(len(text), (TEXT,), generator=draw)].tolist()
-
-    tokens, media = words(), []
-    payload: dict[str, list[Tensor]] = {}
-    for kind, extent in items:
-        before, after = ([token] for token in around[kind]) if kind in around else ([], [])
-        tokens += before
-        end = len(extent) - size_dims[kind](extent)
-        media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
-        payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
-        tokens += [placeholders[kind], *after, *words()]
-    start = len(tokens)
-    tokens += words()  # the answer
-    meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
-    return meta, Sample(name, torch.tensor(tokens), payload)
+    return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=True)], vocabulary, placeholders, pad)
 
 
 def _special(config: Any) -> set[int]:

@@ -12,7 +12,7 @@ from benchmarks.busy import BusyMeter, Sizes, blocks, pin
 from benchmarks.schedule.stages import Measured, Probe
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
-from hetmesh.boundary.scalars import reduce_over_ranks
+from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.loader import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve

@@ -20,7 +20,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import Recording
-from hetmesh.runtime.step import StepRunner
+from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.schedule import backward_kinds
 from hetmesh.simulate import rank_work

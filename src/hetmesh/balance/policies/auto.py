@@ -15,16 +15,16 @@ from hetmesh.balance.policies.baselines import buckets, by_length, none
 from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.two_dim import arranged, balanced
 from hetmesh.balance.step_lengths import Score, pipeline_score
-from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, padded, with_windows
+from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, with_empty_windows, with_windows
 from hetmesh.errors import GraphError
 
-EVEN = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could gain hardly more than that
-SMALLER = 0.9  # a largest microbatch below this share of another's saves memory worth the name
-MARGIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
+EVEN_RATIO = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could hardly gain more
+SMALLER_PEAK_SHARE = 0.9  # a largest microbatch below this share of another's saves memory worth the name
+MIN_GAIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
 
 
 def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignment:
-    """The fastest of the candidates, or an earlier one that is as fast up to `MARGIN`.
+    """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`.
 
     Args:
         slots: where the number of microbatches is free, other ones are candidates too; of two that are as fast the one
@@ -38,10 +38,10 @@ def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignm
     trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), score or pipeline_score(loads, slots))
     if slots.free:
         for windows, found_bins, found in _in_windows(loads, slots, free_windows(loads, slots, trial.score)):
-            smaller = not loads.pads and _largest(loads, found) < SMALLER * _largest(loads, trial.best)
+            smaller = not loads.pads and _largest(loads, found) < SMALLER_PEAK_SHARE * _largest(loads, trial.best)
             if trial.add(found, smaller):
                 slots, bins = with_windows(slots, windows), found_bins
-    even = not loads.pads and max(each.over_mean for each in spread(loads, trial.best).values()) <= EVEN
+    even = not loads.pads and max(each.over_mean for each in spread(loads, trial.best).values()) <= EVEN_RATIO
     if score is not None or not even:
         for make in _others(loads, slots, bins, trial.best):
             with suppress(GraphError):  # a cap that this one cannot keep
@@ -70,13 +70,13 @@ class _Trial:
         self.least: float | None = None
 
     def add(self, found: Assignment, smaller: bool = False) -> bool:
-        """Whether it is the best now: faster by `MARGIN`, or, with a `smaller` largest microbatch, no slower by it."""
+        """Whether it is the best now: faster by `MIN_GAIN`, or, where its largest microbatch is `smaller`, as fast."""
         if self.least is None:
             self.least = self.score(self.best)
             self.tried = [replace(self.best, score=self.least)]
         length = self.score(found)
         self.tried.append(replace(found, score=length))
-        better = length < self.least * (1 + MARGIN if smaller else 1 - MARGIN)
+        better = length < self.least * (1 + MIN_GAIN if smaller else 1 - MIN_GAIN)
         if better:
             self.least, self.best = length, self.tried[-1]
         return better
@@ -98,7 +98,7 @@ def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment
     1% on any law of `tools/bench.py balance`."""
     if not slots.free:
         for *_, fewer in _in_windows(loads, slots, fewer_windows(loads, slots)):
-            found = padded(fewer, slots)
+            found = with_empty_windows(fewer, slots)
             if no_larger(found, first, loads):
                 yield partial(replace, found)
     if slots.deferral:

@@ -8,18 +8,18 @@ import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.batch_blocks import BatchBlocks, fitted, from_blocks
-from hetmesh.balance.lane_orders import arrange
+from hetmesh.balance.lane_orders import arrange_lanes
 from hetmesh.balance.local_search import lower_peaks, resplit
 from hetmesh.balance.lpt import SCALE, from_table, longest_first
 
-SPARE = 2  # empty places per bin beside the mean count: 1 to 6 give like results, 0 far worse ones
+SPARE_PLACES = 2  # empty places per bin beside the mean count: 1 to 6 give like results, 0 far worse ones
 TOLERANCE = 0.002  # of the mean load; nobody sees a difference below
-GUARD = 1.05  # the last exchanges let no bin beyond this much of what the fullest has to hold
+GUARD_RATIO = 1.05  # the last exchanges let no bin beyond this much of what the fullest has to hold
 
 
 def two_dim(loads: BatchLoads, slots: Slots) -> Assignment:
     """Longest first over all blocks, by the module that dominates; then exchanges between pairs of blocks that see all
-    modules; then lanes, deferral where `slots` allows it, and the order of each lane (`arrange`)."""
+    modules; then lanes, deferral where `slots` allows it, and the order of each lane (`arrange_lanes`)."""
     return arranged(loads, slots, balanced(loads, slots))
 
 
@@ -27,7 +27,7 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
     """The first part: the bin of each sample, int64 `[samples]`; `slots.deferral` makes no difference to it."""
     blocks = BatchBlocks(slots)
     load = blocks.normalised(loads)
-    spare = 0 if slots.equal_counts else SPARE
+    spare = 0 if slots.equal_counts else SPARE_PLACES
     bins = longest_first(load, blocks.count, -(-len(loads) // blocks.count) + spare)
     rounds = exchanges(blocks.count)
     target = None if blocks.uniform else blocks.target
@@ -35,7 +35,7 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
     if blocks.uniform and len(loads):
         limit = np.maximum(load.max(0), SCALE)
         bins = lower_peaks(load, bins, limit, equal_counts=slots.equal_counts)
-        kept: dict[str, Any] = {"limit": np.rint(GUARD * limit), "seed": rounds}
+        kept: dict[str, Any] = {"limit": np.rint(GUARD_RATIO * limit), "seed": rounds}
         bins = resplit(load, bins, rounds // 3, tolerance=TOLERANCE, equal_counts=slots.equal_counts, **kept)
     return fitted(loads, blocks, from_table(bins, len(loads)))
 
@@ -47,5 +47,5 @@ def exchanges(bins: int) -> int:
 
 def arranged(loads: BatchLoads, slots: Slots, bins: np.ndarray) -> Assignment:
     """The second part: the assignment of samples whose bins are known."""
-    block, deferred = arrange(loads, BatchBlocks(slots), bins)
+    block, deferred = arrange_lanes(loads, BatchBlocks(slots), bins)
     return from_blocks(loads, slots, block, deferred, policy="two_dim")

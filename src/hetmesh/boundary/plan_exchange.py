@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary.log import Label
 from hetmesh.boundary.rank_step import contiguous_stride, rank_step
-from hetmesh.boundary.step_messages import Envelope, StepMessages
+from hetmesh.boundary.step_messages import StepMessages
 from hetmesh.boundary.transport import choose
 from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError
@@ -50,8 +50,8 @@ class Exchange:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.world, self.plan, self.label, self.dtype = world, plan, label, dtype
-        self._envelope = Envelope(label, tag, group)
-        self.transport = choose(plan, world.link, transport)
+        self._tag, self._group = tag, group
+        self.transport = choose(plan, world.backend.link, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None
@@ -105,7 +105,9 @@ class Exchange:
 
     def _begin(self, step: TransferStep, local: Tensor | None) -> StepMessages:
         collective = self.transport == "all_to_all"
-        return StepMessages(self.world, step, local, self.dtype, self._envelope, collective=collective)
+        return StepMessages(
+            self.world, step, local, self.dtype, self.label, tag=self._tag, group=self._group, collective=collective
+        )
 
     def _redistribute(self) -> Tensor | None:
         if self._local is None:

@@ -1,23 +1,60 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
 A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no group of their own on gloo, which has tags: they travel on the group of all ranks. On NCCL they go through
-`channels`.
+ranks need no separate group on gloo, which has tags: they travel on the group of all ranks.
+
+Channels are the groups of messages on backends that match messages by order. One communicator is one queue: whatever
+shares it waits for all that was posted before. So the fetches of each context-parallel group have a separate channel,
+and so has each edge, up to a number per rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
-from hetmesh.boundary.channels import Channels, job_channels
-from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
+from hetmesh.boundary.transport import may_use_all_to_all
 from hetmesh.cost import ModuleShape
-from hetmesh.graph import ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
+from hetmesh.graph import Edge, ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
 from hetmesh.layout import MeshSpec
 
 Ranks = tuple[int, ...]
 """A process group: its ranks in order."""
+
+MAX_EDGE_CHANNELS = 4
+"""Channels of edges that a rank is a member of at most: for the stages before and after it, and two others."""
+
+CONTEXT = "context parallelism"
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A communicator of messages.
+
+    Attributes:
+        purpose: whose messages; part of its identity, since groups of equal ranks may have different purposes.
+        ranks: its members, in order.
+    """
+
+    purpose: str
+    ranks: Ranks
+
+    def __str__(self) -> str:
+        return f"the messages of {self.purpose} among ranks {list(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Those of a job.
+
+    Attributes:
+        all: in the order in which every rank makes them.
+        of_edge: per forward edge; an edge that is not here uses the communicator of all ranks.
+    """
+
+    all: tuple[Channel, ...]
+    of_edge: Mapping[Edge, Channel]
 
 
 def job_groups(
@@ -28,8 +65,7 @@ def job_groups(
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
-        link: what carries messages (`World.link`): edges need no groups where it is `MEMORY`, and channels where it is
-            NCCL. Where it is not known, as on NCCL.
+        link: what carries messages (`Backend.link`); empty where it is not known: as on NCCL, which needs channels.
     """
     by_order = not link or "nccl" in link
     groups: dict[Ranks, None] = {}
@@ -41,7 +77,7 @@ def job_groups(
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     channels = job_channels(graph) if by_order else None
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), channels=channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     own = () if channels is None else (channel.ranks for channel in channels.all)
     return (*(ranks for ranks in groups if len(ranks) > 1), *own)
@@ -89,12 +125,8 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(
-    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
-) -> Iterator[Ranks]:
+def edge_groups(stages: StageGraph, transport: str = "auto", channels: Channels | None = None) -> Iterator[Ranks]:
     """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
-    if link == MEMORY and transport == "auto":
-        return
     for edge in stages.edges:
         if channels is not None and edge in channels.of_edge:
             continue
@@ -123,3 +155,44 @@ def job_communicators(
 def most_on_a_rank(groups: tuple[Ranks, ...]) -> int:
     """How many groups the rank with most of them is a member of."""
     return max(groups_of_ranks(groups).values(), default=0)
+
+
+def context_channel(ranks: Ranks) -> Channel:
+    """What carries the fetches of one context-parallel group; its ranks in the order of their coordinates."""
+    return Channel(CONTEXT, ranks)
+
+
+def job_channels(graph: ModuleGraph, most: int = MAX_EDGE_CHANNELS) -> Channels:
+    """The channels of context-parallel groups, then those of edges.
+
+    Gradients go back on the channel of their edge. Where a channel more would give one of its ranks more than `most`,
+    an edge shares the least used one of equal ranks, and has none where there is no such one.
+
+    Args:
+        most: channels of edges that one rank may be a member of.
+    """
+    context: dict[Channel, None] = {}
+    for name in graph.order:
+        spec = graph[name]
+        meshes = [spec.stage_mesh(i) for i in range(spec.mesh.axis_size("pp"))]
+        groups = [ranks for mesh in meshes if "cp" in mesh.axes for ranks in mesh.axis_groups("cp")]
+        context |= dict.fromkeys(context_channel(ranks) for ranks in groups if len(ranks) > 1)
+    stages = stage_graph(graph)
+    edges: dict[Edge, Channel] = {}
+    carried: dict[Channel, int] = {}
+    on_rank: dict[int, int] = {}
+    for edge in stages.edges:
+        ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
+        if len(ranks) == 1:
+            continue
+        if all(on_rank.get(rank, 0) < most for rank in ranks):
+            channel = Channel(str(edge), ranks)
+            on_rank |= {rank: on_rank.get(rank, 0) + 1 for rank in ranks}
+        else:
+            shared = [known for known in carried if known.ranks == ranks]
+            if not shared:
+                continue
+            channel = min(shared, key=lambda known: carried[known])
+        edges[edge] = channel
+        carried[channel] = carried.get(channel, 0) + 1
+    return Channels((*context, *carried), edges)

@@ -9,19 +9,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import Exchange, Label
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Edge, Route, Stage
+from hetmesh.parallel import local_part
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
 from hetmesh.runtime.batches_ahead import BatchesAhead, LoadBatch
-from hetmesh.runtime.offload import activations_on_host
-from hetmesh.runtime.routed_rows import RoutedRows
 from hetmesh.runtime.stage_streams import StageStreams
-from hetmesh.runtime.step_transfers import StepTransfers
+from hetmesh.runtime.step_transfers import RoutedRows, StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
 """(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
+
+_Saved = Tensor | tuple[torch.device, Tensor]
+"""What autograd saved: where it was, or its device and a copy in the host's memory."""
 
 
 class StepRunner:
@@ -94,7 +98,7 @@ class StepRunner:
 
         def compute() -> Outputs:
             # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
-            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._kept(stage):
+            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._offloading(stage):
                 return self._run(stage, m, batch, inputs)
 
         if stage in schedule.recompute and schedule.training:
@@ -119,7 +123,7 @@ class StepRunner:
             result = self.runtime.modules[stage](batch, inputs)
         return {"": result} if isinstance(result, Tensor) else result
 
-    def _kept(self, stage: Stage) -> AbstractContextManager[object]:
+    def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:
             return nullcontext()
         return activations_on_host(self.runtime.modules[stage].parameters(), self.runtime.world.accelerator)
@@ -168,8 +172,8 @@ class StepRunner:
             if all(r.reversed in self.sent for r in self.schedule.routes.into((edge.reversed,), m)):
                 self.leaves.pop((edge.reversed, m), None)
             return
-        kept = self.schedule.training and edge.source in stages.backward_stages
-        if not kept and all(r in self.sent for r in self.schedule.routes.out_of(stages.outputs(edge.source), m)):
+        needed = self.schedule.training and edge.source in stages.backward_stages
+        if not needed and all(r in self.sent for r in self.schedule.routes.out_of(stages.outputs(edge.source), m)):
             del self.outputs[edge.source, m]  # no gradient will come back for it
 
     def _receive(self, route: Route) -> None:
@@ -201,8 +205,8 @@ class StepRunner:
             along = route if forward else route.reversed
             local = None
             if edge.source in runtime.modules:
-                whole = self._output(along) if forward else self._leaf_gradient(along)
-                local = self.rows.split(along, whole, "source" if forward else "destination")
+                rows = self._output(along) if forward else self._leaf_gradient(along)
+                local = self.rows.split(along, rows, "source" if forward else "destination")
                 self.streams.sending(route, local)
             exchange = Exchange(
                 runtime.world,
@@ -239,6 +243,35 @@ class StepRunner:
         """Wait for the sends that are still in flight."""
         for exchange in self.exchanges.values():
             exchange.finish()
+
+
+def activations_on_host(parameters: Iterable[nn.Parameter], accelerator: Accelerator) -> saved_tensors_hooks:
+    """A context in which autograd keeps what it saves in the host's memory, until the backward needs it.
+
+    `torch.autograd.graph.save_on_cpu` would move weights as well, one copy per microbatch; they stay where they are.
+
+    Args:
+        parameters: of the module that runs inside.
+        accelerator: where it runs; if it is asynchronous nothing waits for a copy.
+    """
+    weights = {local_part(p).untyped_storage().data_ptr() for p in parameters}
+
+    def pack(saved: Tensor) -> _Saved:
+        # What FSDP has gathered is a parameter for as long as the forward lasts, and comes back into the same memory.
+        gathered = isinstance(saved, nn.Parameter) or isinstance(saved._base, nn.Parameter)
+        if gathered or saved.untyped_storage().data_ptr() in weights:
+            return saved
+        if not accelerator.asynchronous:
+            return saved.device, saved.cpu()
+        return saved.device, accelerator.empty_pinned(saved).copy_(saved, non_blocking=True)
+
+    def unpack(saved: _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, host = saved
+        return host.to(device, non_blocking=accelerator.asynchronous)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 def forwards(actions: Iterable[Action]) -> Iterator[tuple[Stage, int]]:
