@@ -10,6 +10,11 @@ def counted(n: int, one: str, many: str | None = None) -> str:
     return f"{n} {one if n == 1 else many or one + 's'}"
 
 
+def listed(texts: Sequence[str], shown: int = 8) -> str:
+    """The first `shown` of `texts`, and how many more there are."""
+    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as a recipe may write them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
     runs: list[list[int]] = []

@@ -14,7 +14,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import stage_graph
 from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.multimodal_rope import multimodal_positions
+from hetmesh.models.named.qwen3_vl_text import multimodal_positions
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve

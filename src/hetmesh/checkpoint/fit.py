@@ -17,6 +17,7 @@ from hetmesh.checkpoint.reading import first_of, gathered
 from hetmesh.checkpoint.resume import RunState, listed
 from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
+from hetmesh.formatting import listed
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 
 MODEL = "model."

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +17,7 @@ from hetmesh.boundary import World
 from hetmesh.checkpoint.reading import Index, read_index, read_into
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json
+from hetmesh.formatting import listed
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Module, ModuleParallelism
@@ -205,11 +206,6 @@ def check_configs(saved: Configs, now: Configs, checkpoint: Path) -> None:
 def described(changed: Changes) -> str:
     """Changes as text: `optimizer.lr 0.002 -> 0.001, ...`; empty if there are none, cut short if there are many."""
     return listed([f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in changed.items()], _N_CHANGES)
-
-
-def listed(texts: Sequence[str], shown: int) -> str:
-    """The first `shown` of `texts`, and how many more there are."""
-    return ", ".join(texts[:shown]) + (f" and {len(texts) - shown} more" if len(texts) > shown else "")
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,8 +17,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hetmesh.boundary.accelerator import Event
-from hetmesh.checkpoint.resume import listed
 from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_index, write_report
+from hetmesh.formatting import listed
 from hetmesh.records import checkpoint_folders as folders
 
 _POLL_S = 0.02  # seconds between two looks at what other ranks have written

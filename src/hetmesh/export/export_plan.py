@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from hetmesh.checkpoint.resume import listed
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.formatting import listed
 from hetmesh.models import Adapter, check_weights, pretrained_of
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta

@@ -12,7 +12,6 @@ from hetmesh.models.adapter import Adapter
 from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 
-KEYS = "keys and values"
 Cache = dict[str, Any]
 """What is kept between tokens; empty before the first."""
 
@@ -38,7 +37,7 @@ def next_logits(
     """The logits `[1, vocab]` of the last target of the one sample in `batch`, which continues the sample of the
     previous call. Masks are transformers' own, as in its `generate`. `cache`: the cache of this sample; the tokens up
     to the one before the last target are added."""
-    known = cache.setdefault(KEYS, hf("DynamicCache")(config=adapter.config))
+    known = cache.setdefault("keys and values", hf("DynamicCache")(config=adapter.config))
     start, stop = known.get_seq_length(), int(batch["target_positions"][-1]) + 1
     embedded = adapter.embedded(model, batch["input_ids"], batch, inputs)[None, start:stop]
     features = adapter.added_features(model, embedded, batch, inputs) if start == 0 else {}

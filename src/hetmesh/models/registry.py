@@ -57,7 +57,6 @@ def make_adapters(
 
     Args:
         media: per encoder the kind of media it reads (`Wiring.media`).
-        vocab_size: tokens in the data source's vocabulary.
         media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
         packed: the modules that get the samples of a lane in one row.
 

@@ -1,7 +1,9 @@
 """Linear layers with sharded weights, as ParallelStyles for torch's `parallelize_module`.
 
 They differ from torch's own ColwiseParallel and RowwiseParallel in speed only: parameters are DTensors (so that
-checkpoints, optimizers and FSDP see them as usual), the computation runs on their local tensors.
+checkpoints, optimizers and FSDP see them as usual), the computation and its collectives run on their local tensors:
+DTensor dispatch costs several times the arithmetic of a small layer (about 0.3 ms per linear and direction on a CPU).
+Tensors of no elements are not sent: every rank of the group sees the same shapes, so every rank skips alike.
 """
 
 from __future__ import annotations

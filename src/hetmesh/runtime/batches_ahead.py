@@ -18,7 +18,7 @@ LoadBatch = Callable[[Stage, int], Mapping[str, Tensor]]
 Forward = tuple[Stage, int]
 """A stage and a microbatch."""
 
-_Copied = tuple[dict[str, Any], Event]
+_Copied = tuple[Mapping[str, Any], Event]
 """A batch on its way to the device, and when it is there."""
 
 

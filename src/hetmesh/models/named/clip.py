@@ -12,14 +12,7 @@ from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
 from hetmesh.models.lazy_transformers import hf
-from hetmesh.models.named.encoder import (
-    IMAGE_DIVISORS,
-    IMAGE_SIZES,
-    ImageTowerAdapter,
-    check_encoder,
-    check_sizes,
-    derived_image_keys,
-)
+from hetmesh.models.named.encoder import ImageTowerAdapter, check_encoder, check_sizes, derived_image_keys
 from hetmesh.parallel.stage_views import is_absent
 
 
@@ -50,7 +43,7 @@ class ClipAdapter(ImageTowerAdapter):
         config = transformers_config(
             request, hf("CLIPVisionConfig"), derived_image_keys(request), types=("clip_vision_model",)
         )
-        check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
+        check_sizes(request, config)
         adapter = cls(config, media, **extra)
         if not isinstance(adapter.class_token, bool):
             raise RecipeError(f"{request.key}.config.class_token: must be true or false, got {adapter.class_token!r}")

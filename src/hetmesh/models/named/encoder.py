@@ -27,6 +27,10 @@ IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
 """The tensor parallel plan of SigLIP's and CLIP's towers, which share their names."""
 
 
+IMAGE_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
+IMAGE_DIVISORS = MappingProxyType({"hidden_size": "num_attention_heads"})
+
+
 @dataclass(frozen=True)
 class EncoderAdapter(AdapterDefaults):
     """Base of the adapters of encoders whose media items all have one shape."""
@@ -154,8 +158,14 @@ def derived_image_keys(request: AdapterRequest) -> dict[str, Any]:
     return derived
 
 
-def check_sizes(request: AdapterRequest, config: Any, sizes: Sequence[str], divisors: Mapping[str, str]) -> None:
-    """Raise RecipeError unless `sizes` are positive integers and each key of `divisors` is a multiple of its value."""
+def check_sizes(
+    request: AdapterRequest,
+    config: Any,
+    sizes: Sequence[str] = IMAGE_SIZES,
+    divisors: Mapping[str, str] = IMAGE_DIVISORS,
+) -> None:
+    """Raise RecipeError unless `sizes` are positive integers and each key of `divisors` is a multiple of its value; by
+    default those of an image tower."""
     for key in sizes:
         positive_int(request, key, getattr(config, key))
     for key, divisor in divisors.items():
@@ -171,7 +181,3 @@ def check_sizes(request: AdapterRequest, config: Any, sizes: Sequence[str], divi
             f"{request.key}.config.patch_size: must be at most image_size = {config.image_size}, "
             f"got {config.patch_size}"
         )
-
-
-IMAGE_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
-IMAGE_DIVISORS = MappingProxyType({"hidden_size": "num_attention_heads"})

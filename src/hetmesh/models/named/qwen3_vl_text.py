@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import Abilities, AdapterRequest
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
 from hetmesh.models.config_keys import positive_int
 from hetmesh.models.lazy_transformers import hf
-from hetmesh.models.multimodal_rope import multimodal_positions
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3 import derived_sizes
@@ -87,3 +88,25 @@ def _check_sections(request: AdapterRequest, config: Any) -> None:
             f"{request.key}.config.rope_parameters.mrope_section: the frequencies of time, height and width must add "
             f"up to head_dim / 2 = {config.head_dim // 2}, got {list(sections)}"
         )
+
+
+def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tuple[tuple[int, ...], ...]:
+    """Three rows of `meta.tokens` positions each.
+
+    Text advances all three axes. The rows of an image start where the text before it ended, each at its frame, height
+    and width; the text after it continues from the larger of height and width (Qwen3-VL; transformers'
+    `Qwen3VLModel.get_rope_index`). Media without a grid count as text.
+    """
+    parts, token, position = [], 0, 0
+    for item in meta.media:
+        if item.name not in grids:
+            continue
+        text = item.position - token
+        parts.append(np.tile(np.arange(position, position + text), (3, 1)))
+        position += text
+        frames, height, width = grids[item.name](item.extent)
+        parts.append(position + np.indices((frames, height, width)).reshape(3, -1))
+        token = item.position + item.rows
+        position += max(height, width)
+    parts.append(np.tile(np.arange(position, position + meta.tokens - token), (3, 1)))
+    return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())

@@ -8,14 +8,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.config_keys import transformers_config
 from hetmesh.models.lazy_transformers import hf
-from hetmesh.models.named.encoder import (
-    IMAGE_DIVISORS,
-    IMAGE_SIZES,
-    ImageTowerAdapter,
-    check_encoder,
-    check_sizes,
-    derived_image_keys,
-)
+from hetmesh.models.named.encoder import ImageTowerAdapter, check_encoder, check_sizes, derived_image_keys
 
 
 class SiglipAdapter(ImageTowerAdapter):
@@ -42,7 +35,7 @@ class SiglipAdapter(ImageTowerAdapter):
         )
         if request.config.get("vision_use_head"):
             raise RecipeError(f"{request.key}.config.vision_use_head: rows are patch features, without a pooling head")
-        check_sizes(request, config, IMAGE_SIZES, IMAGE_DIVISORS)
+        check_sizes(request, config)
         return cls(config, media)
 
     def build(self) -> nn.Module:

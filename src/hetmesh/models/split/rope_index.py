@@ -10,7 +10,7 @@ import torch
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import ItemGrid
-from hetmesh.models.multimodal_rope import multimodal_positions
+from hetmesh.models.named.qwen3_vl_text import multimodal_positions
 from hetmesh.models.split.whole_model import WholeModel
 
 Positions = tuple[tuple[int, ...], ...]

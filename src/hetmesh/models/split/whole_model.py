@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError
+from hetmesh.formatting import listed
 from hetmesh.models.lazy_transformers import hf
 from hetmesh.models.weights.load import saved_tensors
 from hetmesh.models.weights.model_forms import ModelForms, model_forms
@@ -124,19 +125,12 @@ class WholeModel:
     def owners(self) -> Mapping[str, str]:
         """Part by name of each parameter and persistent buffer. Raises RecipeError if some of them belong to no part,
         or to several because they are tied."""
-        owners: dict[str, str] = {}
-        lost: list[str] = []
-        for name, _ in saved_tensors(self.model):
-            part = self._owner(name)
-            if part is None:
-                lost.append(name)
-            else:
-                owners[name] = part
-        if lost:
-            more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        parts = {name: self._owner(name) for name, _ in saved_tensors(self.model)}
+        owners = {name: part for name, part in parts.items() if part is not None}
+        if lost := [name for name, part in parts.items() if part is None]:
             raise RecipeError(
                 f"{self.pretrained}: {len(lost)} parameters of {self.model_class.__name__} belong neither to its LLM "
-                f"nor to a tower: {', '.join(lost[:8])}{more}"
+                f"nor to a tower: {listed(lost)}"
             )
         self._check_ties(owners)
         return owners
@@ -229,11 +223,8 @@ class WholeModel:
             lambda name: any(re.search(pattern, name) for pattern in ignored),
         )
         if unknown := found.unknown:
-            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-            raise RecipeError(
-                f"{self.pretrained}: {len(unknown)} tensors are none of {self.model_class.__name__}: "
-                f"{', '.join(unknown[:8])}{more}"
-            )
+            kind = self.model_class.__name__
+            raise RecipeError(f"{self.pretrained}: {len(unknown)} tensors are none of {kind}: {listed(unknown)}")
         return found
 
 

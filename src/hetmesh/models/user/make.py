@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -76,14 +76,12 @@ def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) ->
     if isinstance(adapter, UserSink) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
     reason = check_samples(adapter, example, request) or ""
-    abilities = dataclasses.replace(
-        abilities, gathered_whole=not enters_layers_once(adapter, example, request.vocab_size)
-    )
-    adapter = dataclasses.replace(adapter, reason_not_probed=reason, abilities=abilities)
-    if abilities.activation is not None:  # last: it takes the example apart
-        abilities = dataclasses.replace(abilities, first_layers=first_layers(adapter, example, request))
-        adapter = dataclasses.replace(adapter, abilities=abilities)
-    return adapter
+    abilities = replace(abilities, gathered_whole=not enters_layers_once(adapter, example, request.vocab_size))
+    adapter = replace(adapter, reason_not_probed=reason, abilities=abilities)
+    if abilities.activation is None:
+        return adapter
+    # Last: it takes the example apart.
+    return replace(adapter, abilities=replace(abilities, first_layers=first_layers(adapter, example, request)))
 
 
 def _adapter(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hetmesh.errors import RecipeError
+from hetmesh.formatting import listed
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import Shape, StoredForm, cut, exchanged, joined, renumbered, stacked, whole
 
@@ -291,11 +292,7 @@ def _check_lists(
             ]
     where = next((target.where for target in targets.values()), "")
     kinds = (("missing", missing), ("of another shape", misshaped))
-    wrong = []
-    for kind, given in kinds:
-        if given:
-            more = f" and {len(given) - _SHOWN} more" if len(given) > _SHOWN else ""
-            wrong.append(f"{len(given)} {kind}: {', '.join(given[:_SHOWN])}{more}")
+    wrong = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
     if wrong:
         raise RecipeError(f"{where}: {NOT_THOSE}. {'. '.join(wrong)}")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object
+from hetmesh.formatting import listed
 from hetmesh.models.weights.stored_form import StoredForm, extra_tensors, whole
 
 Names = tuple[tuple[str, str], ...]
@@ -23,9 +24,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 QUANTISED = ("I8", "U8", "F8", "F6", "F4")
 """Prefixes of safetensors' dtypes whose values need scales, which are stored in format-specific ways."""
-
-LISTED = 8
-"""Names that an error lists for each kind of mismatch."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +105,18 @@ class Pretrained:
             if outside := [name for name in names if Path(name).name != name]:
                 raise RecipeError(f"{self}: {indices[0].name} names {outside[0]!r}, which is outside of the directory")
             if missing := [name for name in names if not os.path.isfile(self.path / name)]:  # names may be too long
-                raise RecipeError(f"{self}: {indices[0].name} names {_listed(missing)}, missing in the directory")
+                raise RecipeError(f"{self}: {indices[0].name} names {listed(missing)}, missing in the directory")
             return tuple(self.path / name for name in names)
         files = sorted(self.path.glob("*.safetensors"))
         if len(files) > 1:
             raise RecipeError(
-                f"{self}: it holds {_listed([f.name for f in files])} without a model.safetensors.index.json that says "
+                f"{self}: it holds {listed([f.name for f in files])} without a model.safetensors.index.json that says "
                 "which of them belong together"
             )
         if not files:
             pickles = sorted(f.name for pattern in PICKLES for f in self.path.glob(pattern))
             raise RecipeError(
-                f"{self}: it has only pickled weights ({_listed(pickles)}), which can run any code when they are "
+                f"{self}: it has only pickled weights ({listed(pickles)}), which can run any code when they are "
                 "opened; convert them where you trust them, with transformers' save_pretrained"
                 if pickles
                 else f"{self}: there is no *.safetensors file in it"
@@ -196,11 +194,11 @@ class Pretrained:
                 extra += more
                 misshaped += [] if lacking or more else [_misshaped(found[name], forms[found[name]], shape)]
         if len(missing) == len(expected):  # nothing fits: the left-over names would be all the others
-            wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {_listed(missing)}"]
-            wrong.append(f"its own are {_listed(list(self.tensors))}")
+            wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {listed(missing)}"]
+            wrong.append(f"its own are {listed(list(self.tensors))}")
         else:
             kinds = (("missing", missing), ("left over", extra), ("of another shape", misshaped))
-            wrong = [f"{len(given)} {kind}: {_listed(given)}" for kind, given in kinds if given]
+            wrong = [f"{len(given)} {kind}: {listed(given)}" for kind, given in kinds if given]
         if wrong:
             raise RecipeError(f"{self}: its tensors are not those of the module. {'. '.join(wrong)}")
         return {name: found[name] for name in expected}
@@ -235,8 +233,3 @@ def _misshaped(name: str, form: StoredForm, shape: Sequence[int]) -> str:
     first, last = form.names[0], form.names[-1]
     of = "" if form.is_whole else f" (made of {first}" + (f" to {last})" if last != first else ")")
     return f"{name}{of} is {list(form.shape)}, not {list(shape)}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
