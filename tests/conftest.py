@@ -34,19 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulate-nccl", action="store_true", help="workers of the pools send over emulated NCCL")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the two processes that run tests, one runs all that need a worker pool: they share it. What is `exhaustive`
-    runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`). Long tests come
-    first."""
+    """Of the two processes that run tests, one runs all that need a worker pool: they share it, and are slow. What is
+    `exhaustive` runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`). Slow tests
+    come first."""
     if "exhaustive" not in config.option.markexpr:
         left_out = {item for item in items if item.get_closest_marker("exhaustive")}
         config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("pool"))
-        elif "apart" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("apart"))
+        group = next((name for name in ("pool", "apart") if name in getattr(item, "fixturenames", ())), None)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # long ones first
 

@@ -66,7 +66,7 @@ def check(pool, given, fault=None, seed=None):
     return told[0]
 
 
-DEFAULT = ("EP 2, TP 2, sequence", "selectively, FSDP")
+DEFAULT = ("EP 2, TP 2, sequence",)
 
 
 @pytest.mark.slow
