@@ -13,8 +13,7 @@ from hetmesh.boundary import World, init
 from hetmesh.testing.emulated_nccl import emulate
 from hetmesh.testing.pool import WorkerPool
 from support import tiny_vlms
-from support.forked_command import ForkedCommand
-from support.signal_points import SignalPoint
+from support.forked import Forked, train
 
 # The same examples on every run and machine; timings of a shared machine are no reason to fail.
 settings.register_profile(
@@ -35,18 +34,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulate-nccl", action="store_true", help="workers of the pools send over emulated NCCL")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the two processes that run tests, one runs all that need a worker pool: they share it. What is `exhaustive`
-    runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`)."""
+    """Of the two processes that run tests, one runs all that need a worker pool: they share it, and are slow. What is
+    `exhaustive` runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`). Slow tests
+    come first."""
     if "exhaustive" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left_out)
+        left_out = {item for item in items if item.get_closest_marker("exhaustive")}
+        config.hook.pytest_deselected(items=[*left_out])
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        if {"pool", "pool4", "pool8"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group("pool"))
-        elif "apart" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("apart"))
+        group = next((name for name in ("pool", "apart") if name in getattr(item, "fixturenames", ())), None)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.slow)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # long ones first
 
 
 @pytest.fixture(scope="session")
@@ -103,14 +106,20 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
-def start_training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ForkedCommand]]:
-    """`start_training(recipe, *overrides, points=())`: the command, started; leads a process group of its own."""
-    started: list[ForkedCommand] = []
+def start_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Forked]]:
+    """`start_forked(function, *arguments)`: a process of `support/forked.py`, started; ends with the module's tests."""
+    started: list[Forked] = []
 
-    def start(recipe: Path | str, *overrides: str, points: tuple[SignalPoint, ...] = ()) -> ForkedCommand:
-        started.append(ForkedCommand((str(recipe), *overrides), tmp_path_factory.mktemp("printed"), points))
+    def start(function: Callable[..., int], *arguments: Any, **how: Any) -> Forked:
+        started.append(Forked(function, arguments, tmp_path_factory.mktemp("printed"), **how))
         return started[-1]
 
     yield start
-    for command in started:
-        command.kill()
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def start_training(start_forked: Callable[..., Forked]) -> Callable[..., Forked]:
+    """`start_training(recipe, *overrides, points=())`: `hetmesh train`, started; leads a process group of its own."""
+    return lambda recipe, *overrides, **how: start_forked(train, str(recipe), *overrides, **how)

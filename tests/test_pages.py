@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from hetmesh.cli import VERBS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.weights.build import build_module
 from hetmesh.schedule import POLICIES as SCHEDULES
+from support.forked import script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -258,13 +258,14 @@ def test_a_schedule_policy_is_added(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_transport_is_added(tmp_path):
-    script = tmp_path / "counted.py"
-    script.write_text(snippet("# counted.py"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_a_transport_is_added(tmp_path, start_forked):
+    path = tmp_path / "counted.py"
+    path.write_text(snippet("# counted.py"))
+    process = start_forked(script, str(path))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     # Two processes print: a line's end may come after the next line's text.
-    assert sorted(re.findall(r"rank \d: [^r]* bytes", done.stdout)) == [
+    assert sorted(re.findall(r"rank \d: [^r]* bytes", out)) == [
         "rank 0: [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]], sent 24 bytes",
         "rank 1: [[6.0, 7.0], [8.0, 9.0], [10.0, 11.0]], sent 0 bytes",
     ]

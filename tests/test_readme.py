@@ -3,12 +3,9 @@
 import argparse
 import importlib
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ import hetmesh
 from hetmesh.cli import VERBS, main
 from hetmesh.graph import dense_mesh
 from hetmesh.recipe.recipe import load_recipe
+from support.forked import ranks_of, script
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -169,9 +167,12 @@ def one_process():
 
 @pytest.mark.slow
 def test_the_script_trains_in_parity_with_one_process(tmp_path):
-    (script,) = (block for block in blocks("python") if "redistribute" in block)
-    assert len([line for line in script.splitlines() if line]) <= 30
-    assert losses_of(script, tmp_path / "two_meshes.py", *TORCHRUN) == pytest.approx(one_process(), abs=1e-12)
+    (text,) = (block for block in blocks("python") if "redistribute" in block)
+    assert len([line for line in text.splitlines() if line]) <= 30
+    path = write(tmp_path / "two_meshes.py", text)
+    ranks = ranks_of(path, 4)
+    assert [status for status, *_ in ranks] == [0] * 4, ranks
+    assert printed_losses("".join(out for _, out, _ in ranks)) == pytest.approx(one_process(), abs=1e-12)
 
 
 def page_scripts():
@@ -180,26 +181,26 @@ def page_scripts():
     return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+def printed_losses(out):
+    return [float(text) for text in re.findall(r"step \d loss (\S+)", out)]
 
 
-def losses_of(script, path, *launcher):
-    """What a script of the README prints, which does not change with the launcher."""
-    path.write_text(script)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=path.parent)
-    assert done.returncode == 0, done.stderr
-    return [float(text) for text in re.findall(r"step \d loss (\S+)", done.stdout)]
+def losses_of(path, start_forked):
+    """What a script prints that starts its ranks itself."""
+    process = start_forked(script, str(path))
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return printed_losses(out)
 
 
 @pytest.mark.slow
-def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path):
+def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path, start_forked):
     """Loss, optimizer and loop of the script, over the same recipe on one rank."""
-    (script,) = (block for block in page_scripts() if "open_job" in block)
-    assert len(script.splitlines()) <= 60
-    own = runpy.run_path(str(write(tmp_path / "train_digits.py", script)))
-    losses = losses_of(script, tmp_path / "train_digits.py")
+    (text,) = (block for block in page_scripts() if "open_job" in block)
+    assert len(text.splitlines()) <= 60
+    path = write(tmp_path / "train_digits.py", text)
+    own = runpy.run_path(str(path))
+    losses = losses_of(path, start_forked)
     with hetmesh.open_job(hetmesh.parse_recipe(own["RECIPE"] | {"parallelism": {}}), loss=own["loss"]) as job:
         optimizer = torch.optim.AdamW(job.parameters(), lr=2e-3, foreach=False)
         for loss in losses:
@@ -209,9 +210,9 @@ def test_a_loop_of_ones_own_trains_as_one_process_does(tmp_path):
 
 
 @pytest.mark.slow
-def test_parts_of_ones_own_train_without_a_recipe(tmp_path):
-    (script,) = (block for block in page_scripts() if "Pipeline(" in block)
-    losses = losses_of(script, tmp_path / "parts.py")
+def test_parts_of_ones_own_train_without_a_recipe(tmp_path, start_forked):
+    (text,) = (block for block in page_scripts() if "Pipeline(" in block)
+    losses = losses_of(write(tmp_path / "parts.py", text), start_forked)
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
 

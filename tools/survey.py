@@ -31,13 +31,14 @@ JUDGES = (
     "src/hetmesh/verify/self_check.py",
     "src/hetmesh/verify/self_check_samples.py",
     "src/hetmesh/training/part_checks.py",
-    "src/hetmesh/testing/whole_reference.py",
+    "tests/support/whole_reference.py",
     "tools/surveying",
 )
 """What an output of it judges (`kept.py`)."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for `support`, which hetmesh's own tests share
 RESULTS = ("passed", "refused", "refused_by_self_check", "failed", "silently_wrong", "not_buildable")
 
 
@@ -91,10 +92,9 @@ def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
 
 def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> Mapping[str, dict[str, Any]]:
     """Row by model type; every class in a process that is forked from this one, so that imports are paid once."""
-    import hetmesh.testing.whole_reference
+    import support.whole_reference  # noqa: F401
     import surveying.one_class  # noqa: F401
 
-    hetmesh.testing.whole_reference  # noqa: B018
     context = multiprocessing.get_context("fork")
     rows: dict[str, dict[str, Any]] = {}
     waiting = list(wanted)

@@ -10,7 +10,7 @@ from hetmesh.balance import BatchPlan, boundary_layouts, edge_layouts, route_run
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, Routes, SampleMeta, boundary_edge
 from hetmesh.layout import MeshSpec, plan_transfer
-from hetmesh.testing.assignments import RandomAssignment
+from support.assignments import RandomAssignment
 
 EDGE = BoundarySpec("vision", "llm", "image")
 

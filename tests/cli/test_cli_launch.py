@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,22 +36,19 @@ sys.exit(main(["train", "recipes/digits.toml"]))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux only")]
 
 
-def start(how: str) -> subprocess.Popen:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-    heard = (
-        "import signal\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also if we run in the background
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # or under nohup
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", heard + SCRIPT.replace("HOW", how)],
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def run(how: str) -> int:
+    os.environ.pop("OMP_NUM_THREADS")
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if we run in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or under nohup
+    exec(SCRIPT.replace("HOW", how), {"__name__": "__main__"})
+    return 0
+
+
+@pytest.fixture(scope="module")
+def start(start_forked):
+    """`start(how)`: the command, whose ranks do that."""
+    return lambda how: start_forked(run, how)
 
 
 def assert_gone(out: str) -> None:
@@ -75,7 +71,7 @@ def assert_gone(out: str) -> None:
     ],
     ids=["bad sample", "killed"],
 )
-def test_a_failing_worker_is_one_line(how, error):
+def test_a_failing_worker_is_one_line(start, how, error):
     process = start(how)
     out, err = process.communicate(timeout=120)
     assert err == error
@@ -83,7 +79,7 @@ def test_a_failing_worker_is_one_line(how, error):
     assert_gone(out)
 
 
-def test_a_bug_shows_its_traceback_once():
+def test_a_bug_shows_its_traceback_once(start):
     process = start("if rank == 1: {}['x']")
     out, err = process.communicate(timeout=120)
     assert err.count("Traceback") == 1
@@ -93,24 +89,21 @@ def test_a_bug_shows_its_traceback_once():
 
 
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_ending_the_command_ends_its_workers(kill):
+def test_ending_the_command_ends_its_workers(start, kill):
     process = start("time.sleep(600)")
-    assert process.stdout is not None
-    out = ""
-    while out.count("pid ") < 4:
-        out += process.stdout.readline()
+    out = process.printed("pid ", 4)
     if kill != signal.SIGKILL:
         send = os.killpg if kill == signal.SIGINT else os.kill  # Ctrl-C in a terminal reaches the workers too
         send(process.pid, kill)
         _, err = process.communicate(timeout=60)
         assert (process.returncode, err) == (128 + kill, "interrupted\n")
     else:
-        process.kill()
-        process.wait()
+        os.kill(process.pid, kill)
+        process.communicate(timeout=60)
     assert_gone(out)
 
 
-def test_workers_are_forked_from_one_thread_and_end_cleanly():
+def test_workers_are_forked_from_one_thread_and_end_cleanly(start):
     process = start("pass")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")

@@ -1,9 +1,6 @@
 """What launchers leave in the environment: which process is which rank, or why that cannot be known."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.cli.launchers import find_place, first_host, tasks_on_node
 from hetmesh.errors import LaunchError
+from support.forked import train
 
 ROOT = Path(__file__).parents[2]
 # One rank for each of the two modules, so that few processes are started.
@@ -116,19 +114,15 @@ def test_the_number_of_tasks_must_fit(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_who_is_alone_says_whom_it_could_not_reach():
+def test_who_is_alone_says_whom_it_could_not_reach(start_forked):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "hetmesh", "train", "recipes/digits.toml", *TWO_RANKS, "--comm.init_timeout_seconds=2"],
-        cwd=ROOT,
-        env={**os.environ, **BATCH, "MASTER_PORT": str(port)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    note, error = done.stderr.strip().splitlines()[0], done.stderr.strip().splitlines()[-1]
+    recipe, here = str(ROOT / "recipes" / "digits.toml"), {**BATCH, "MASTER_PORT": str(port)}
+    process = start_forked(train, recipe, *TWO_RANKS, "--comm.init_timeout_seconds=2", environment=here)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    note, error = err.strip().splitlines()[0], err.strip().splitlines()[-1]
     assert note.startswith("note: waiting for 1 more tasks (SLURM_NTASKS = 2)")
     assert error.startswith(
         "error: rank 0: srun started this process as rank 0 of 2; meeting the others at "

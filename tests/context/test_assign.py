@@ -13,7 +13,7 @@ from hetmesh.context.key_tiles import block_edges
 from hetmesh.context.token_assignment import lpt
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
-from hetmesh.testing.dense_masks import dense
+from support.dense_oracle import dense
 from support.mask_families import blockwise, families, loads, padded
 
 FAMILIES = families(32_768)

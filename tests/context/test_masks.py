@@ -13,7 +13,7 @@ from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.segments import Mask, Segment, join, visible
 from hetmesh.errors import LayoutError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.testing.dense_masks import dense
+from support.dense_oracle import dense
 from support.mask_families import blockwise_causal, families, padded, prefix
 
 IMAGE = [(2, 4)]

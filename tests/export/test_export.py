@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetmesh.api import run_recipe as train
-from hetmesh.boundary import World
 from hetmesh.checkpoint.saved_run import SavedRun, saved_run
 from hetmesh.cli import main
 from hetmesh.data.digits import DigitsSource
@@ -24,20 +23,11 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checksums
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import resolve
-from hetmesh.training.trainer import Trainer
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
+from support.tiny_exports import KEPT, recipe, save_now, tensors
 
 RECIPES = tiny_vlms.Path(__file__).parents[2] / "recipes"
-KEPT = """steps = {steps}
-[job]
-dump_folder = '{folder}'
-[checkpoint]
-enable = true
-[optimizer]
-name = "SGD"
-lr = 0.1
-{more}"""
 LAYOUT = """
 [parallelism.vision]
 ranks = [0, 1]
@@ -64,24 +54,6 @@ mode = "full"
 
 FAMILIES = ("llava_onevision", "qwen3_vl", "gemma3")  # with layouts: test_export_families.py
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAMILIES, "paligemma2")]
-
-
-def recipe(path, folder, more="", steps=2):
-    return parse_recipe(tiny_vlms.recipe_text(path, KEPT.format(steps=steps, folder=folder, more=more)))
-
-
-def tensors(folder):
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def save_now(rank, given, steps):
-    """A checkpoint after some steps."""
-    trainer = Trainer(resolve(given), World.current())
-    trainer.reporter.close()
-    for _ in range(steps):
-        trainer.train_step()
-    trainer.save()
-    return trainer.upcoming.close()
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +105,9 @@ def test_a_part_of_a_model_goes_back_between_the_other_parts(pool, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [LAYOUT, SHARDED])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(LAYOUT, marks=pytest.mark.exhaustive), SHARDED], ids=["TP and PP", "FSDP and CP"]
+)
 def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, pool, tmp_path, layout):
     path = tiny_vlms.save("llava", tmp_path)
     pool(1).run(save_now, recipe(path, tmp_path / "one"), 2, timeout=120)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from test_export import recipe, save_now, tensors
 
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.export.export import export
-from hetmesh.recipe.recipe import Recipe, parse_recipe
+from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing.parity import compare, run_as
-from hetmesh.testing.whole_reference import whole_reference
 from support import tiny_vlms
 from support.often import combinations
+from support.tiny_exports import equal, logits, recipe, save_now, tensors, transposed
+from support.whole_reference import whole_reference
 
 pytestmark = pytest.mark.slow
 
@@ -39,81 +35,8 @@ pipeline_parallel_microbatch_size = 2
 """
 
 
-def save_moe(folder: Path, **how: Any) -> Path:
-    """A tiny Qwen3-MoE, as transformers saves it."""
-    import transformers as t
-
-    torch.manual_seed(5)
-    model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**{**tiny_vlms.TEXT, **tiny_vlms.EXPERTS, "head_dim": 6}))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder, **how)
-    return folder
-
-
-def beside_a_tower(path: Path, folder: Path, ranks: str = "0", more: str = "", *changes: str) -> Recipe:
-    """A recipe of the Qwen3-MoE at `path` behind a tiny tower with random weights."""
-    return parse_recipe(
-        f"""
-        [job]
-        dump_folder = '{folder}'
-        [modules.vision]
-        model = "siglip"
-        config = {{ hidden_size = 16, num_hidden_layers = 1, num_attention_heads = 2, image_size = 8, patch_size = 4 }}
-        [modules.projector]
-        model = "mlp"
-        [modules.llm]
-        model = "qwen3_moe"
-        initial_load_path = '{path}'
-        [[boundaries]]
-        from = "vision"
-        to = "projector"
-        [[boundaries]]
-        from = "projector"
-        to = "llm"
-        at = "image"
-        [parallelism]
-        ranks = "{ranks}"
-        {more}
-        [data]
-        source = "hetmesh.testing.sources:RandomMedia"
-        options = {{ kinds = {{ image = [3, 8, 8] }}, text_only = 1.0 }}
-        [training]
-        local_batch_size = 2
-        pack_samples = true
-        steps = 2
-        [checkpoint]
-        enable = true
-    """,
-        changes,
-    )
-
-
-def transposed(path: Path) -> Path:
-    """A directory as it is on the hub: experts' matrices transposed."""
-    held = load_file(path / "model.safetensors")
-    held = {n: e.transpose(1, 2).contiguous() if ".experts." in n else e for n, e in held.items()}
-    save_file(held, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-def equal(before: Path, after: Path) -> bool:
-    """Whether two directories have the same tensors, bit by bit."""
-    ours, theirs = tensors(after), tensors(before)
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == each.dtype and torch.equal(ours[name], each) for name, each in theirs.items()
-    )
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        for parameter in model.parameters():  # where it lies in a mapped file, kernels round otherwise
-            parameter.data = parameter.data.clone()
-        return model(input_ids=torch.tensor([[5, 7, 9, 11, 3, 8]])).logits
-
-
 LAYOUTS = {"FSDP": FSDP, "TP and PP": TP_AND_PP}
-OFTEN = {("TP and PP", "of the hub"), ("FSDP", "of save_pretrained")}  # how shards are read is not how they are named
+OFTEN = {("TP and PP", "of the hub")}  # how shards are read is not how they are named
 
 
 @pytest.mark.parametrize(("layout", "form"), combinations(OFTEN, LAYOUTS, ["of the hub", "of save_pretrained"]))
@@ -137,6 +60,7 @@ def test_no_steps_give_a_multimodal_directory_back(pool4, tmp_path, layout, form
     assert torch.equal(logits(exported), logits(kind.from_pretrained(path)))
 
 
+@pytest.mark.exhaustive
 def test_what_was_trained_on_shards_is_what_one_process_trains_and_exports(pool4, pool, tmp_path):
     path = transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path))
     pool(1).run(save_now, recipe(path, tmp_path / "one"), 2, timeout=120)

@@ -16,8 +16,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from test_export import tensors
-from test_parity_split import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +35,8 @@ from hetmesh.training.evaluate import evaluate
 from hetmesh.training.trainer import Trainer
 from hetmesh.verify.self_check import relative
 from support import tiny_vlms
+from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP
+from support.tiny_exports import tensors
 
 STEPS = 20
 SAMPLES = 8

@@ -3,7 +3,6 @@
 import pickle
 import random
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,10 +199,11 @@ def test_shares_of_the_tokens_of_a_stage_are_refused(example):
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_trains_from_any_folder(example, tmp_path):
-    command = [sys.executable, "-m", "hetmesh", "train", str(example), "--job.dump_folder", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_command_of_the_page_trains_from_any_folder(example, tmp_path, monkeypatch, start_training):
+    monkeypatch.chdir(tmp_path)
+    process = start_training(example, "--job.dump_folder", str(tmp_path / "run"))
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("grad_norm") == 3
 
 

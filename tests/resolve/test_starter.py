@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +115,7 @@ def test_without_data_it_takes_random_ones(written):
 
 
 @pytest.mark.slow
-def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root, capsys, monkeypatch):
+def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root, capsys, monkeypatch, start_training):
     """To a directory that transformers loads, on two ranks."""
     from transformers import AutoModelForImageTextToText
 
@@ -140,11 +138,11 @@ def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root, cap
     monkeypatch.chdir(root)
     assert all(command.startswith("hetmesh ") for command in (init, train, generate, export))
     run(init, "--ranks", "2")
-    command = [sys.executable, "-m", *shlex.split(train, comments=True)]  # its workers are forked from one thread
-    trained = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert trained.returncode == 0, trained.stderr
-    assert "weights: logits differ from transformers' own by at most" in trained.stdout
-    assert "workers start anew" not in trained.stderr  # which takes three times as long
+    trained = start_training(*shlex.split(train, comments=True)[2:])  # its workers are forked from one thread
+    out, err = trained.communicate(timeout=300)
+    assert trained.returncode == 0, err
+    assert "weights: logits differ from transformers' own by at most" in out
+    assert "workers start anew" not in err  # which takes three times as long
     lines = [json.loads(line) for line in (root / "outputs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "grad_norm" in line] == [1, 2, 3]
     assert "step-3" in run(generate, "--max-new-tokens", "4").err

@@ -15,8 +15,8 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleOptions, ModuleSpec, 
 from hetmesh.layout import MeshSpec
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import sequential
-from hetmesh.testing.assignments import RandomAssignment
 from hetmesh.testing.pool import WorkerPool
+from support.assignments import RandomAssignment
 
 WIDTH = 3
 ROWS = (2, 0, 1, 3, 1)  # of each sample; one has none

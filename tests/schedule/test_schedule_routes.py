@@ -19,7 +19,7 @@ from hetmesh.schedule import (
 )
 from hetmesh.schedule.list_schedule import caps_by_distance
 from hetmesh.schedule.sequential import one_by_one
-from hetmesh.testing.strategies import routes
+from support.random_routes import routes
 
 VISION, LLM = Stage("vision"), Stage("llm")
 

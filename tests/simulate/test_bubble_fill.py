@@ -14,7 +14,7 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, Routes, Stage, stage_graph
 from hetmesh.schedule import Kind, PolicyOptions, bubble_fill, peaks_in_flight
 from hetmesh.schedule.bubble_fill import INNER_SCHEDULES, inner_schedule
 from hetmesh.simulate import simulate
-from hetmesh.testing.strategies import routes
+from support.random_routes import routes
 
 SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 

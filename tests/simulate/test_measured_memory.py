@@ -23,13 +23,13 @@ UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
 exhaustive = pytest.mark.exhaustive
 
 CASES = {
-    "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
-    "low-rank adapters behind a frozen encoder": recipe(APART + ADAPTERS, encoder=False),
-    "experts on two ranks": recipe(SPREAD, packed=True, experts=True),
 }
 MORE = {
+    "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
+    "low-rank adapters behind a frozen encoder": recipe(APART + ADAPTERS, encoder=False),
+    "experts on two ranks": recipe(SPREAD, packed=True, experts=True),
     "experts on two ranks, all else sharded, recomputed": recipe(
         SPREAD_SHARDED, packed=True, experts=True, recomputed="full", compute="bfloat16"
     ),

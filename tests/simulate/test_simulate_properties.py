@@ -16,7 +16,7 @@ from hetmesh.graph import BoundarySpec, ModuleGraph, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, validate
 from hetmesh.simulate import CLASSES, Timeline, bubble_spans, bubbles, simulate
 from hetmesh.simulate.timeline import rank_classes
-from hetmesh.testing.strategies import routes
+from support.random_routes import routes
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)  # exact in binary: sums have no rounding
 
@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, StepCosts]:
 
 
 @pytest.mark.slow
-@settings(max_examples=700)
+@settings(max_examples=300)
 @given(case=cases(), overlap=st.booleans())
 def test_every_schedule_runs_through_within_its_bounds(case, overlap):
     schedule, costs = case

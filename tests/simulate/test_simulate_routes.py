@@ -17,7 +17,7 @@ from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Action, Kind, one_f_one_b, sequential
 from hetmesh.simulate import Timeline, peak_rows, simulate
-from hetmesh.testing.assignments import RandomAssignment
+from support.assignments import RandomAssignment
 
 VISION, LLM = Stage("vision"), Stage("llm")
 EDGE = Edge(VISION, LLM)

@@ -209,7 +209,7 @@ def _splits_tokens(draft: Draft, name: str) -> bool:
 
 def dropout(draw: st.DrawFn, draft: Draft) -> None:
     """Random masks: before adapters, and on hidden states of the models that have it. More often, and with adapters of
-    their own, where one process draws the same (`hetmesh.testing.dropout`), a strict test and a rare layout."""
+    their own, where one process draws the same (`support.dropout_oracles`), a strict test and a rare layout."""
     alike = _draws_alike(draft)
     for name, module in draft.tables["modules"].items():
         names = BEFORE_COLUMNS.get(module["model"])

@@ -2,7 +2,7 @@
 
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
-from hetmesh.testing.assignments import Deferred, RandomAssignment
+from support.assignments import Deferred, RandomAssignment
 
 GRAPH = ModuleGraph(
     (

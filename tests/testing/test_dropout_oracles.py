@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.testing.dropout import draws_alike, has_dropout
+from support.dropout_oracles import draws_alike, has_dropout
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 LORA = ("--modules.llm.lora.rank=2", "--modules.llm.lora.dropout=0.2")

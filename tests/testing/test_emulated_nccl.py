@@ -15,8 +15,7 @@ from hetmesh.errors import BoundaryError, HetmeshError
 from hetmesh.layout import Layout, MeshSpec, plan_transfer
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
 from hetmesh.testing.executor import scatter
-from hetmesh.testing.in_flight import compare_collectives
-from hetmesh.testing.launch_order import stuck
+from hetmesh.testing.in_flight import compare_collectives, stuck
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,6 @@ import argparse
 import gc
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -40,10 +39,12 @@ def options(module, *given):
     return parser.parse_args(given)
 
 
-def test_help_lists_the_benchmarks():
-    done = subprocess.run([sys.executable, TOOLS / "bench.py", "--help"], capture_output=True, text=True, check=True)
+def test_help_lists_the_benchmarks(load, capsys):
+    with pytest.raises(SystemExit):
+        load("bench").main(["--help"])
+    out = capsys.readouterr().out
     for name in NAMES:
-        (line,) = (text for text in done.stdout.splitlines() if text.startswith(f"  {name} "))
+        (line,) = (text for text in out.splitlines() if text.startswith(f"  {name} "))
         assert len(line.split()) > 5, "says what it measures"
 
 
@@ -74,7 +75,7 @@ def test_the_result_is_printed_as_one_json_object_and_written(load, capsys, monk
     assert written == {"rounds": 3, "kept": written["kept"]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_planning_is_timed_for_every_case(load, young_heap):
     plan_time = load("benchmarks.boundary.plan_time")
     times = plan_time.plan_times(32, steps=1)
@@ -131,7 +132,7 @@ def test_convergence_reports_the_largest_differences(load, monkeypatch):
     assert "digits_overlapping" in convergence.table(result)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_boundary_bytes_are_the_bound(load, young_heap):
     boundary = load("benchmarks.boundary")
     args = options(boundary, "--size", "small", "--rounds", "1", "--plan-ranks", "32", "--plan-steps", "1")
@@ -164,7 +165,7 @@ def test_large_boundaries_are_judged_by_time(load):
     assert result["max_bytes_over_bound"] == 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_schedules_are_predicted_and_measured(load):
     schedule = load("benchmarks.schedule")
     args = options(
@@ -229,7 +230,7 @@ def test_filled_bubbles_are_measured_and_predicted(load):
     json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stragglers_are_measured_and_predicted(load):
     straggler = load("benchmarks.straggler")
     sizes = ("--width", "32", "--vision-layers", "1", "--llm-layers", "1", "--microbatches", "6")

@@ -48,7 +48,7 @@ def run(module, *given):
     return module.run(parser.parse_args(["--batches", "1", "--runs", "1", *given]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_chart_law_gains_in_every_module(small):
     result = run(small, "--only", "chart-4k", "--size", "4")
     assert result.keys() >= KEYS
@@ -64,7 +64,7 @@ def test_the_chart_law_gains_in_every_module(small):
     json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_lengths_of_a_file_of_any_modules(small, tmp_path):
     rng = np.random.default_rng(0)
     lines = [{"audio": int(n), "llm": int(n) // 2 + 9, "vision": int(m)} for n, m in rng.integers(0, 3000, (200, 2))]
@@ -140,7 +140,7 @@ def test_auto_is_judged_by_costs_that_it_has_not_seen(load, monkeypatch):
     assert min(poor["auto_regret"], poor["auto_regret_unseen"]) > 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_laws_that_are_fitted_to_disttrain_alone_meet_it_and_entrain_is_held_out(load):
     cases, fitted = load("benchmarks.balance.cases"), load("benchmarks.balance.fitted")
     off = []
@@ -153,7 +153,7 @@ def test_laws_that_are_fitted_to_disttrain_alone_meet_it_and_entrain_is_held_out
     assert max(off) > 0.15  # what FITTED was searched to meet
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_laws_that_were_searched_for_both_columns_still_meet_them_and_auto_varies_less(load):
     cases, fitted = load("benchmarks.balance.cases"), load("benchmarks.balance.fitted")
     for name, law in fitted.FITTED.items():

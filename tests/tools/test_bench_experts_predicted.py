@@ -10,7 +10,7 @@ import pytest
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_small_run_has_the_keys(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
     bench = importlib.import_module("benchmarks.experts_predicted")

@@ -18,11 +18,10 @@ def load(monkeypatch):
 
 
 RIVALS = ("three_phase", "coarse", "own_order")
-OTHER_SIZES = [pytest.param(gpus, marks=pytest.mark.exhaustive) for gpus in (1536, 2048)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", [3072, *OTHER_SIZES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("gpus", [1536, 2048, 3072])
 def test_o10_order_and_bounds(load, gpus):
     models, layouts, filled = (load(f"benchmarks.optimus.{name}") for name in ("models", "layouts", "filled"))
     constants, dp = models.CALIBRATION, models.PUBLISHED[gpus]["dp"]

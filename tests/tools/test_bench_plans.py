@@ -39,7 +39,7 @@ def test_ranks_are_compared_by_their_order(plans):
     assert plans._rank_correlation([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_small_run_has_the_keys(plans):
     parser = argparse.ArgumentParser()
     plans.add_arguments(parser)

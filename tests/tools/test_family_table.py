@@ -36,9 +36,12 @@ def families(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_page_has_the_table_that_the_code_declares(families, tmp_path):
-    rows = {title: families.row_of(name, tmp_path) for name, title in families.FAMILIES.items()}
-    assert families.table(rows) == families.written(TEXT)
+@pytest.mark.parametrize("count", [3, pytest.param(None, marks=pytest.mark.exhaustive)])
+def test_the_page_has_the_table_that_the_code_declares(families, tmp_path, count):
+    """Of some families by default."""
+    some = random.Random(0).sample(list(families.FAMILIES.items()), count or len(families.FAMILIES))
+    lines = families.table({title: families.row_of(name, tmp_path) for name, title in some}).splitlines()
+    assert set(lines) <= set(families.written(TEXT).splitlines())
 
 
 def cells(families):

@@ -168,7 +168,7 @@ def test_attention_that_is_wrong_is_seen(load):
     assert case.error(flex.Kernel(flex.CPU.forward, shifted), torch.float32) > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_check_with_ranks_in_a_process_of_its_own(load, capsys):
     assert load("gpu_check").main(["--device", "cpu", "--only", "transfers", "--steps", "1", "--json"]) == 0
     told = capsys.readouterr()

@@ -46,7 +46,7 @@ def test_a_process_left_behind_is_found(soak, monkeypatch):
     assert soak.launch(60.0).startswith("failure: it left processes behind")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pools_start_again_and_again(soak, capsys):
     assert soak.main(["pools", "--n", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hangs"] == 0

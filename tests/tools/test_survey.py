@@ -34,7 +34,7 @@ def test_a_config_is_made_tiny_with_heads_of_their_size_and_one_width_between_it
     assert gemma.vision_config.image_size == 4 * gemma.vision_config.patch_size
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_say_what_became_of_a_class(load):
     result = load("survey").run(["llava", "mllama", "chameleon"], 1, 120.0)
     rows = {row["model_type"]: row for row in result["image_text"]["rows"]}

@@ -1,5 +1,6 @@
 """Training from Python: a loop, loss and optimizer of one's own equal a run of the recipe."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,8 @@ def with_hooks(rank, given):
 
 @pytest.mark.slow
 def test_a_loss_of_ones_own_and_a_run_that_a_callback_ends(pool4, tmp_path):
-    ranks = pool4.run(with_hooks, recipe("digits", tmp_path, "--training.steps", "9"), timeout=120)
+    given = recipe("digits", tmp_path, "--training.steps", "9", "--validation.enable", "false")
+    ranks = pool4.run(with_hooks, given, timeout=120)
     assert all(seen == ranks[0][0] for seen, _ in ranks)
     seen, summary = ranks[0]
     assert len(seen) == summary["steps"] == 2
@@ -174,9 +176,10 @@ def test_workers_that_load_samples_start_before_a_world(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_launched_function_raises_is_told():
-    with pytest.raises(LaunchError, match=r"(?s)ValueError: invalid literal for int\(\).*'many'"):
-        hetmesh.launch(int, 2, "many")
+def test_what_a_launched_function_raises_is_told(start_forked):
+    process = start_forked(launch, int, 2, "many")
+    _, err = process.communicate(timeout=60)
+    assert re.search(r"(?s)LaunchError: .*ValueError: invalid literal for int\(\).*'many'", err), err
 
 
 def test_a_job_that_is_over_says_so(tmp_path):
@@ -185,6 +188,12 @@ def test_a_job_that_is_over_says_so(tmp_path):
         job.forward_backward()
     with pytest.raises(BoundaryError, match=r"the job is over, .*: step within `with open_job"):
         job.forward_backward()
+
+
+def launch(function, *arguments):
+    """In a process of one thread, which can be forked."""
+    hetmesh.launch(function, *arguments)
+    return 0
 
 
 def again():
@@ -197,8 +206,10 @@ def again():
 
 
 @pytest.mark.slow
-def test_a_process_may_join_its_job_again():
-    hetmesh.launch(again, 2)
+def test_a_process_may_join_its_job_again(start_forked):
+    process = start_forked(launch, again, 2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
 
 
 def test_a_launcher_that_started_another_number_is_told(monkeypatch):

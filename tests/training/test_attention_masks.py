@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
-from test_parity_pipeline import recipe, table
 
 from hetmesh.boundary import World
 from hetmesh.context.masks import MASKS
 from hetmesh.errors import RecipeError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing import parity
-from hetmesh.testing.dense_masks import dense, dense_mask
+from hetmesh.testing.dense_masks import dense_mask
+from support.dense_oracle import dense
+from support.parity_cases import recipe, table
 
 
 def on_this_rank(rank, recipe):

@@ -12,8 +12,6 @@ from unittest.mock import patch
 import pytest
 import safetensors
 import torch
-from test_export import KEPT, tensors
-from test_export_experts import beside_a_tower, equal, logits, save_moe, transposed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +26,11 @@ from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, reference, run_as
-from hetmesh.testing.whole_reference import whole_reference
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.trainer import Trainer
 from support import tiny_vlms
+from support.tiny_exports import KEPT, beside_a_tower, equal, logits, save_moe, tensors, transposed
+from support.whole_reference import whole_reference
 
 EP_TP = "data_parallel_replicate_degree = 2\ntensor_parallel_degree = 2\nexpert_parallel_degree = 2"
 EP_FSDP = "data_parallel_shard_degree = 4\nexpert_parallel_degree = 2"

@@ -4,8 +4,6 @@ from random import Random
 
 import pytest
 import torch
-from test_parity_experts import CASES, experts, recipe
-from test_parity_pipeline import table
 
 import hetmesh
 from hetmesh.boundary import World
@@ -17,13 +15,15 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.training import expert_placement
 from hetmesh.training.expert_placement import Moved
+from support.expert_cases import CASES, experts, recipe
+from support.parity_cases import table
 
 STEPS = 3
 SPREAD = sorted(case for case, (tables, _) in CASES.items() if "expert_parallel_degree" in "".join(tables))
 
 
 def moving(case, interval=1, changes=()):
-    """The recipe of a case of `test_parity_experts`, with experts that move."""
+    """The recipe of a case of `expert_cases`, with experts that move."""
     tables, keys = CASES[case]
     every = f"expert_placement_interval = {interval}\nexpert_parallel_degree"
     tables = [text.replace("expert_parallel_degree", every) for text in tables]
@@ -66,7 +66,7 @@ def check(pool, given, fault=None, seed=None):
     return told[0]
 
 
-DEFAULT = ("EP 2, TP 2, sequence", "selectively, FSDP")
+DEFAULT = ("EP 2, TP 2, sequence",)
 
 
 @pytest.mark.slow

@@ -21,14 +21,10 @@ STEPS = 2
 OFTEN = {
     "digits_fsdp": "sequential; ranks without a message; all-to-all, gathers and sums of FSDP",
     "digits_cp_pp": "three_phase; fetches of context parallelism, pipeline, tensor parallelism",
-    "digits_pipeline": "1f1b; disjoint ranks",
     "digits_interleaved": "interleaved; edges of the same ranks in both directions",
-    "digits_zero_bubble": "zero_bubble",
     "digits_bubble_fill": "bubble_fill; a colocated encoder",
     "digits_qwen3vl": "side outputs",
-    "digits_omni": "several encoders",
     "digits_moe": "tokens that go to experts on other ranks",
-    "digits_colocated": "DTensor's collectives on a mesh that modules share",
 }
 SMALL_8B = (
     *("--modules.vision.config.num_hidden_layers", "2", "--modules.vision.config.hidden_size", "32"),

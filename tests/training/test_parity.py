@@ -128,7 +128,7 @@ def layouts(draw, world):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(text=layouts(4))
 def test_random_layouts_equal_one_process(pool4, text):
     """Two encoders, one encoder feeding two consumers, text-only lanes, microbatches without any image."""
@@ -136,7 +136,7 @@ def test_random_layouts_equal_one_process(pool4, text):
 
 
 @pytest.mark.slow
-@settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=2, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(text=layouts(8))
 def test_random_layouts_on_eight_processes_equal_one(pool8, text):
     check(pool8, parse_recipe(text))

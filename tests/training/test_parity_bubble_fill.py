@@ -1,33 +1,21 @@
 """Parity of bubble_fill: slices of encoders between the LLM's actions on the same ranks, at any speed of ranks."""
 
 import pytest
-from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
-from test_parity_routes import check, delayed_run
 
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import SampleMeta, Stage
-from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve import schedules as recipe_schedule_module
 from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import StepSchedules, over_in_flight, recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.testing import faults
-from hetmesh.testing.assignments import Deferred, RandomAssignment
 from hetmesh.testing.parity import ParityError, compare, reference
+from support.assignments import Deferred, RandomAssignment
+from support.parity_cases import INNER, OVER_BOTH_STAGES, SLICES, check, delayed_run, filled, recipe, table
 
-INNER = ("1f1b", "interleaved", "zero_bubble")
-SLICES = "bubble_fill_layers_per_slice = 1"
-
-
-def filled(inner, *tables, extra=SLICES, **options):
-    """Encoder slices of a layer each in the gaps of an LLM under `inner`."""
-    return recipe("bubble_fill", *tables, extra=f'bubble_fill_schedule = "{inner}"\n{extra}', **options)
-
-
-OVER_BOTH_STAGES = (table("vision", "0-3"), table("llm", "0-3", pp=2))
 CASES = {
     **{inner: filled(inner, *OVER_BOTH_STAGES, batch=8) for inner in INNER},
     "frozen encoder": filled("1f1b", *OVER_BOTH_STAGES, batch=8, trained="frozen encoder"),
@@ -49,8 +37,8 @@ CASES = {
 }
 
 
-OFTEN = ("zero_bubble", "FSDP encoder, LoRA, computed again")
-"""The others are exhaustive; 1f1b is what the tests below have."""
+OFTEN = ("zero_bubble",)
+"""The others are exhaustive; 1f1b is what the tests below have, and LoRA what `test_parity_streams.py` has."""
 
 
 @pytest.mark.slow
@@ -83,11 +71,8 @@ def test_o2_encoder_2_2_2_in_the_gaps_of_an_llm_1_4_2(pool8, inner):
 
 @pytest.mark.slow
 def test_o9_two_encoders_share_the_gaps_one_of_them_frozen(pool4):
-    text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
-    text = text.replace("[modules.scanner]", "[modules.scanner]\ntrainable = false")
-    text = text.format(policy="bubble_fill", batch=6, tied="false", extra=SLICES, vision="", projector="", llm="")
     tables = (table("vision", "0-3"), table("scanner", "2-3"), table("llm", "0-3", pp=2))
-    check(pool4, parse_recipe("\n".join([text, *tables])), [None])
+    check(pool4, recipe("bubble_fill", *tables, batch=6, extra=SLICES, encoders=2, scanner="trainable = false"), [None])
 
 
 UNEVEN = {

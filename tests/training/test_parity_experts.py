@@ -1,163 +1,31 @@
 """Parity of mixture-of-experts LLMs: experts spread over ranks in any layout equal one plain process."""
 
 import pytest
-from test_parity_pipeline import on_this_rank, table
 
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
-from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.parity import ParityError, compare, reference, run, run_as
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.job import Job
-
-MODEL = """
-[modules.vision]
-model = "siglip"
-{vision}
-[modules.vision.config]
-hidden_size = 8
-num_hidden_layers = 1
-num_attention_heads = 2
-patch_size = 4
-image_size = 8
-intermediate_size = 10
-[modules.projector]
-model = "mlp"
-[modules.llm]
-model = "qwen3_moe"
-{llm}
-[modules.llm.config]
-hidden_size = 12
-num_hidden_layers = 3
-num_attention_heads = 4
-num_key_value_heads = 2
-head_dim = 4
-intermediate_size = 14
-moe_intermediate_size = 6
-num_experts = 8
-num_experts_per_tok = 3
-norm_topk_prob = true
-router_aux_loss_coef = 0.5
-mlp_only_layers = [1]
-[[boundaries]]
-from = "vision"
-to = "projector"
-[[boundaries]]
-from = "projector"
-to = "llm"
-at = "image"
-[data]
-source = "hetmesh.testing.sources:RandomMedia"
-[data.options]
-kinds = {{ image = [1, 8, 8] }}
-text_only = 0.4
-[training]
-local_batch_size = {batch}
-dtype = "float64"
-pack_samples = true
-[parallelism]
-pipeline_parallel_schedule = "{policy}"
-pipeline_parallel_microbatch_size = 1
-"""
-
-
-def recipe(*tables, policy="sequential", batch=2, vision="", llm="", changes=()):
-    text = MODEL.format(policy=policy, batch=batch, vision=vision, llm=llm)
-    for change in changes:
-        text = text.replace(*change, 1)
-    return parse_recipe("\n".join([text, *tables]))
-
-
-def experts(ranks, ep, dp=1, **degrees):
-    keys = {"expert_parallel_degree": ep, "data_parallel_replicate_degree": dp, **degrees}
-    return table("llm", ranks, **keys)
+from support.expert_cases import CASES, MODEL, experts, recipe
+from support.parity_cases import table
 
 
 def check(pool, given, fault=None):
-    results = pool.run(on_this_rank, given, fault, timeout=120)
+    results = pool.run(run_as, given, 2, fault, timeout=120)
     return compare(reference(given, steps=2), results, 1e-10)
 
 
-SEQUENCE = "\nenable_sequence_parallel = true"
-FLAT = 'ranks = "0-3"\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2'
-PERMUTED = "[parallelism.llm]\nranks = [3, 1, 2, 0]\ndata_parallel_replicate_degree = 4\nexpert_parallel_degree = 2"
-FULL = '\n[activation_checkpoint]\nmode = "full"'
-CASES = {
-    "one rank": ((table("vision", "0"), table("llm", "0")), {}),
-    "EP 2, disjoint": ((table("vision", "0-1"), experts("2-3", 2, 2)), {}),
-    "EP 4, colocated": ((experts("0-3", 4, 4),), {}),
-    "EP 2 of 4": ((table("vision", "0-3"), experts("0-3", 2, 4)), {}),
-    "TP 2": ((table("vision", "0"), table("llm", "2-3", tp=2)), {}),
-    "TP 2, sequence": ((table("vision", "0"), table("llm", "2-3", tp=2) + SEQUENCE), {}),
-    "EP 2, TP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, tp=2)), {}),
-    "EP 2, TP 2, sequence": ((table("vision", "0-3"), experts("0-3", 2, 2, tp=2) + SEQUENCE), {}),
-    "EP 2, CP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, context_parallel_degree=2)), {}),
-    "CP 4": ((table("vision", "0-3"), table("llm", "0-3", context_parallel_degree=4)), {}),
-    "EP 2, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2)), {"policy": "1f1b"}),
-    "EP 2, PP 2, split": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2)), {"policy": "zero_bubble"}),
-    "FSDP 2": ((table("vision", "0-1"), table("llm", "2-3", fsdp=2)), {}),
-    "FSDP, all of it EP": ((table("vision", "0-1"), experts("2-3", 2, fsdp=2)), {}),
-    "FSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4)), {}),
-    "HSDP 2, EP 2": ((table("vision", "0-3"), experts("0-3", 2, 2, fsdp=2)), {}),
-    "FSDP 2, all of it EP, PP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, pp=2)), {"policy": "1f1b"}),
-    "recomputed": ((table("vision", "0-1"), experts("2-3", 2, 2) + FULL), {}),
-    "recomputed, PP 2": ((table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + FULL), {"policy": "1f1b"}),
-    "recomputed, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL), {}),
-    "selectively, FSDP": ((table("vision", "0-3"), experts("0-3", 2, fsdp=4) + FULL.replace("full", "selective")), {}),
-    "selectively": ((experts("0-1", 2, 2) + FULL.replace("full", "selective"),), {}),
-    "fewer experts than shards": (
-        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
-        {"changes": [("num_experts = 8", "num_experts = 2"), ("per_tok = 3", "per_tok = 2")]},
-    ),
-    "more experts than tokens": (
-        (table("vision", "0-1"), experts("0-3", 4, 4)),
-        {"batch": 1, "changes": [("num_experts = 8", "num_experts = 32")]},
-    ),
-    "FSDP 1, EP 2, TP 2": ((table("vision", "0-1"), experts("0-3", 2, fsdp=2, tp=2)), {}),
-    "permuted ranks": ((table("vision", "0-1"), PERMUTED), {}),
-    "one layout for all": ((FLAT,), {}),
-    "interleaved": (
-        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2) + "\npipeline_parallel_layers_per_stage = 1"),
-        {"policy": "interleaved", "changes": [("num_hidden_layers = 3", "num_hidden_layers = 4")]},
-    ),
-    "bubble_fill": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "bubble_fill", "batch": 4}),
-    "three_phase": ((table("vision", "0-3"), experts("0-3", 2, 2, pp=2)), {"policy": "three_phase"}),
-    "tied": (
-        (table("vision", "0-1"), experts("0-3", 2, 2, pp=2)),
-        {"policy": "1f1b", "changes": [("norm_topk_prob = true", "tie_word_embeddings = true")]},
-    ),
-    "another mask": (
-        (table("vision", "0-3"), experts("0-3", 2, 4)),
-        {"llm": 'attention_mask = "bidirectional_media"', "changes": [("pack_samples = true", "")]},
-    ),
-    "offloaded": (
-        (table("vision", "0-1"), experts("0-3", 2, fsdp=4)),
-        {"changes": [("pack_samples = true", "pack_samples = true\nenable_cpu_offload = true")]},
-    ),
-    "compiled": ((experts("0-1", 2, 2), '[compile]\nenable = true\nbackend = "eager"'), {}),
-    "frozen": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "trainable = false"}),
-    "LoRA": ((table("vision", "0-1"), experts("2-3", 2, 2)), {"llm": "lora = { rank = 2 }"}),
-}
-
-
-DEFAULT = (
-    "EP 4, colocated",
-    "EP 2, TP 2",
-    "EP 2, TP 2, sequence",
-    "EP 2, CP 2",
-    "EP 2, PP 2, split",
-    "FSDP 2, EP 2",
-    "fewer experts than shards",
-    "recomputed",
-    "LoRA",
-)
+OFTEN = ("EP 4, colocated", "fewer experts than shards")
+"""What pairs of features (`test_parity_matrix.py`) do not show; the others are exhaustive."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [each if each in DEFAULT else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
+    "case", [case if case in OFTEN else pytest.param(case, marks=pytest.mark.exhaustive) for case in CASES]
 )
 def test_experts_in_any_layout_equal_one_process(pool4, case):
     tables, keys = CASES[case]
@@ -177,7 +45,7 @@ CP too, hetmesh's those of data parallelism."""
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", OVER_8)
 def test_experts_on_eight_processes_equal_one(pool8, case):
-    results = pool8.run(on_this_rank, given := recipe(*OVER_8[case], policy="1f1b"), timeout=240)
+    results = pool8.run(run_as, given := recipe(*OVER_8[case], policy="1f1b"), 2, timeout=240)
     compare(reference(given, steps=2), results, 1e-10)
 
 

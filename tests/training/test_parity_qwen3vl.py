@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_parity_pipeline import table
 from torch import nn
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
@@ -21,6 +20,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
+from support.parity_cases import table
 
 RECIPE = """
 [modules.vision]
@@ -134,7 +134,10 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
 
 
 # What of it each says another case says too, together with more.
-WITHIN_OTHERS = ("colocated, context parallel", "pipeline, context parallel", "frozen encoder")
+WITHIN_OTHERS = (
+    *("disjoint", "colocated, context parallel", "pipeline, context parallel", "encoder context parallel"),
+    *("encoder sharded and context parallel", "zero bubble", "frozen encoder"),
+)
 
 
 @pytest.mark.slow

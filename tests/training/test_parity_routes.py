@@ -1,47 +1,19 @@
 """Parity of routes: every module by itself in any number of microbatches, every sample in any of them, rows wherever
 they are wanted. What one process gives does not change, whatever the speed of ranks."""
 
-import random
-import time
-
 import pytest
-from test_parity_context import cp
-from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 
 from hetmesh.balance import plan_batch
-from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.testing import faults
-from hetmesh.testing.assignments import Deferred, RandomAssignment
-from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.parity import ParityError, compare, reference
+from support.assignments import Deferred, RandomAssignment
+from support.parity_cases import MODEL, check, cp, delayed_run, packed, recipe, table
 
+pytestmark = pytest.mark.slow
 
-def delayed_run(rank, recipe, policy, fault=None):
-    """Two steps, in which every rank stops now and then."""
-    chance, execute = random.Random(rank), StepRunner.execute
-
-    def slow(step, action):
-        if chance.random() < 0.2:
-            time.sleep(0.004 * chance.random())
-        execute(step, action)
-
-    StepRunner.execute = slow
-    try:
-        return run(recipe, World.current(), steps=2, policy=policy, fault=fault)
-    finally:
-        StepRunner.execute = execute
-
-
-def check(pool, recipe, policies):
-    truth = reference(recipe, steps=2)
-    for policy in policies:
-        compare(truth, pool.run(delayed_run, recipe, policy, timeout=120), 1e-10)
-
-
-PACKED = "[training]\npack_samples = true"
 LAYOUTS = {
     "two pipelines": ("1f1b", table("vision", "0-1", pp=2), table("llm", "2-3", pp=2)),
     "two pipelines, the backward in two parts": (
@@ -62,16 +34,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "two pipelines"])  # whose parts the others have
-def test_any_assignment_equals_one_process(pool4, layout):
-    policy, *tables = LAYOUTS[layout]
-    extra = "three_phase_window = 2\nthree_phase_recompute = true" if policy == "three_phase" else ""
-    given = recipe(policy, *tables, batch=8, extra=extra)
-    check(pool4, given, [RandomAssignment(0, most=3)])
-
-
-@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_assignments_equal_one_process(pool4, layout):
@@ -79,21 +41,11 @@ def test_many_assignments_equal_one_process(pool4, layout):
     check(pool4, recipe(policy, *tables, batch=8), [RandomAssignment(seed) for seed in range(1, 11)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trained", ["frozen encoder", "frozen llm", "lora"])
-def test_any_assignment_whatever_is_frozen(pool4, trained):
-    given = recipe("1f1b", table("vision", "0-1"), table("llm", "1-3", pp=3), trained=trained, batch=6)
-    check(pool4, given, [RandomAssignment(0, most=3)])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["1f1b", pytest.param("interleaved", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["1f1b", "interleaved"])
 def test_two_encoders_with_microbatches_of_their_own_on_eight_processes(pool8, policy):
-    text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
-    text = text.format(policy=policy, batch=9, tied="false", extra="", vision="", projector="", llm="")
-    text = text.replace("[training]", "[training]\npack_samples = true")
     tables = (table("vision", "0-2", pp=3), table("scanner", "3"), cp("0,4-6", 2, pp=2))
-    check(pool8, parse_recipe("\n".join([text, *tables])), [RandomAssignment(0, most=3)])
+    check(pool8, packed(recipe(policy, *tables, batch=9, encoders=2)), [RandomAssignment(0, most=3)])
 
 
 DEFERRAL = {
@@ -105,8 +57,9 @@ DEFERRAL = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("llm", DEFERRAL)
+@pytest.mark.parametrize(
+    "llm", [name if "two parts" in name else pytest.param(name, marks=pytest.mark.exhaustive) for name in DEFERRAL]
+)
 def test_deferral_equals_one_process_in_both_backward_modes(pool4, llm):
     """The latter half of a microbatch of the encoder goes through the LLM one microbatch later, and its gradient comes
     back as late: to a backward of the whole microbatch, or of each half."""
@@ -122,7 +75,6 @@ def first_routes(recipe):
     return plan_batch(resolved.graph, [d.meta for d in drawn], recipe.batch.microbatch_size, options).routes
 
 
-@pytest.mark.slow
 def test_entrain_defers_and_equals_one_process(pool4):
     text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
     text = text.format(policy="1f1b", batch=36, tied="false", extra="", vision="", projector="", llm="")
@@ -132,7 +84,6 @@ def test_entrain_defers_and_equals_one_process(pool4):
     check(pool4, given, [None])
 
 
-@pytest.mark.slow
 def test_the_oracle_sees_rows_in_another_order(pool4):
     given = recipe("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2), batch=4)
     results = pool4.run(delayed_run, given, RandomAssignment(1), faults.PermuteRows("projector"), timeout=120)

@@ -10,56 +10,10 @@ import pytest
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
-from hetmesh.testing.whole_reference import whole_reference
 from support import tiny_vlms
+from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP
+from support.whole_reference import whole_reference
 
-LAYOUTS = {
-    "encoder DP 2 beside LLM TP 2": """
-        [parallelism.vision]
-        ranks = [0, 1]
-        [parallelism.llm]
-        ranks = [2, 3]
-        tensor_parallel_degree = 2""",
-    "LLM CP 2 x PP 2 colocated": """
-        [parallelism.vision]
-        ranks = "0-3"
-        [parallelism.llm]
-        ranks = "0-3"
-        context_parallel_degree = 2
-        pipeline_parallel_degree = 2
-        pipeline_parallel_schedule = "1f1b"
-        pipeline_parallel_microbatch_size = 2""",
-    "encoder TP 2 beside LLM TP 2 with SP": """
-        [parallelism.vision]
-        ranks = [0, 1]
-        tensor_parallel_degree = 2
-        [parallelism.llm]
-        ranks = [2, 3]
-        tensor_parallel_degree = 2
-        enable_sequence_parallel = true""",
-    "both FSDP": """
-        [parallelism.vision]
-        ranks = "0-3"
-        data_parallel_shard_degree = 2
-        [parallelism.llm]
-        ranks = "0-3"
-        data_parallel_shard_degree = 4
-        [activation_checkpoint]
-        mode = "full" """,
-    "LLM PP 2 packed, tower frozen": """
-        [modules.vision]
-        trainable = false
-        [parallelism.vision]
-        ranks = [0, 1]
-        [parallelism.llm]
-        ranks = [2, 3]
-        pipeline_parallel_degree = 2
-        pipeline_parallel_schedule = "zero_bubble"
-        pipeline_parallel_microbatch_size = 1
-        [training]
-        pack_samples = true""",
-}
-DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
 SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu")]
 
 
@@ -75,10 +29,6 @@ ADAPTED = """
     [parallelism.llm]
     ranks = [2, 3]
     pipeline_parallel_degree = 2"""
-
-
-OF_VISION = r"(?m)^ *\[\w+\.vision\]\n(?: *[^ \[].*\n)*"
-"""The tables of the module of images, which those of recordings have too."""
 
 
 def recipe(path, layout):

@@ -2,12 +2,12 @@
 
 import pytest
 from test_parity_bubble_fill import CASES as FILLED
-from test_parity_pipeline import recipe, table
 
 from hetmesh.boundary import World
 from hetmesh.runtime.batches_ahead import BatchesAhead
 from hetmesh.runtime.stage_streams import StageStreams
 from hetmesh.testing import parity
+from support.parity_cases import recipe, table
 from support.streams import streamed
 
 CASES = {

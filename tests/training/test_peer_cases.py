@@ -12,6 +12,7 @@ import pytest
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.testing.parity import check
+from support.often import combinations
 from support.recipes import to_toml
 
 SIGLIP = {"hidden_size": 8, "num_attention_heads": 4, "patch_size": 4, "image_size": 8, "intermediate_size": 8}
@@ -187,13 +188,25 @@ GRADIENT_SYNC = {
 }
 """Section 4: which ranks have something to add to a gradient."""
 
-exhaustive = pytest.mark.exhaustive
+OFTEN = (
+    "[1,2,3] over 2 receivers (rejected by the peer)",
+    "peers with rows 3, 0, 7",
+    "2,2 -> 4,1 @4",
+    "rejected: PP 2",
+    "rejected: DP 3 and 2 on 6 ranks",
+    "5",
+    "image @0, audio @1, LLM tp2 pp2 @2",
+    "two encoders @0, LLM @1",
+    "half of the ranks text-only",
+    "one rank with images",
+)
+"""The other cases are exhaustive: pairs of features in `test_parity_matrix.py` cover what they do."""
 
 
-def params(cases, further=()):
-    """Test parameters; those named in `further` repeat what others cover and run by hand."""
+def params(cases):
     return [
-        pytest.param(each, id=str(name), marks=exhaustive if name in further else ()) for name, each in cases.items()
+        pytest.param(case, id=str(name), marks=() if str(name) in OFTEN else pytest.mark.exhaustive)
+        for name, case in cases.items()
     ]
 
 
@@ -202,39 +215,39 @@ def run(pool, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", params(SPLITS, ["one receiver"]))
+@pytest.mark.parametrize("case", params(SPLITS))
 def test_rows_over_receivers(pool, case):
     run(pool, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", params(TAKING_PART, ["2,1 -> 2,1 @4", "4,1 -> 4,1 @4"]))
+@pytest.mark.parametrize("case", params(TAKING_PART))
 def test_who_takes_part(pool, case):
     run(pool, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("llm", params(LEADERS, ["4,1,2,1"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("llm", params(LEADERS))
 def test_boundary_ranks_of_a_pipeline(pool, llm):
     run(pool, Case(At(dp=2, first=3), llm, policy="three_phase"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", params(COLOCATED, ["TP4DP2 -> TP4DP2", "DP4 -> DP2, TP the rest", "rejected: no TP"]))
+@pytest.mark.parametrize("case", params(COLOCATED))
 def test_colocated_modules(pool, case):
     run(pool, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=exhaustive), 4])
-@pytest.mark.parametrize("mask", [pytest.param("uniform", marks=exhaustive), "asymmetric"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("pair", "mask", "microbatches"), combinations({("2,4 | 4,2", "asymmetric", 4)}, PAIRS, MASKS, (1, 4))
+)
 def test_end_to_end_with_a_loss_mask(pool, pair, mask, microbatches):
     run(pool, Case(*PAIRS[pair], 2, microbatches, targets=MASKS[mask]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", params(ROWS, [1]))
+@pytest.mark.parametrize("row", params(ROWS))
 def test_rows_of_the_1f1b_schedule(pool, row):
     run(pool, row)
 
@@ -245,14 +258,14 @@ def test_several_encoders(pool, case):
     run(pool, case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", params(BLOCKS, ["2,1,2 -> 4,1,1"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", params(BLOCKS))
 def test_pairs_of_blocks(pool, case):
     run(pool, case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", params(GRADIENT_SYNC, ["4 targets"]))
+@pytest.mark.parametrize("case", params(GRADIENT_SYNC))
 def test_gradients_of_ranks_with_and_without_targets_and_images(pool, case):
     run(pool, case)
 

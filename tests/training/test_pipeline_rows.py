@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from test_parity_pipeline import MODEL, TWO_ENCODERS, recipe, table
 from torch import nn
 
 from hetmesh.balance import edge_layouts, plan_batch
@@ -14,13 +13,14 @@ from hetmesh.cost import StageCost, StepCosts
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
-from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
+from support.parity_cases import recipe, table
 
 
 class Saved(nn.Module):
@@ -140,10 +140,8 @@ def test_the_bubbles_of_a_real_step_add_up(pool4):
 
 def test_encoder_branches_run_at_the_same_time():
     """C4: two encoders on ranks of their own, joined at the LLM."""
-    text = MODEL.replace("image = [1, 8, 8]", "image = [1, 8, 8], scan = [2, 8, 8]") + TWO_ENCODERS
-    text = text.format(policy="1f1b", batch=4, tied="false", extra="", vision="", projector="", llm="")
     tables = (table("vision", "0-1", pp=2), table("scanner", "2"), table("llm", "3-4", pp=2))
-    given = parse_recipe("\n".join([text, *tables]))
+    given = recipe("1f1b", *tables, batch=4, encoders=2)
     resolved = resolve(given)
     schedule = recipe_schedule(given, resolved.graph, 4)
     costs = StepCosts({(s, m): StageCost(1.0, 1.0, 1.0) for s in schedule.stages.stages for m in range(4)})

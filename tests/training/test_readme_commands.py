@@ -48,8 +48,6 @@ sys.exit(max(process.wait() for process in started))
 """
 """As Slurm starts tasks, both nodes being this machine."""
 
-both = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["two", "four"])
-
 
 def commands(beginning):
     """The lines of the block that begins so, without comments."""
@@ -137,7 +135,8 @@ def test_torchrun(tmp_path, nodes, whole):
     ended([start(command, tmp_path) for _ in range(nodes)], tmp_path, 4 if whole else 2)
 
 
-@both
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("whole", [False, True], ids=["two", "four"])
 def test_srun(tmp_path, whole):
     (command,) = commands("srun")
     assert command[0] == "srun"

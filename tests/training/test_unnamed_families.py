@@ -12,9 +12,9 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import compare, run_as
-from hetmesh.testing.whole_reference import whole_reference
 from hetmesh.verify.self_check import TOLERANCE, self_check
 from support import tiny_vlms
+from support.whole_reference import whole_reference
 
 IMAGE = {"image_token_id": tiny_vlms.IMAGE}
 

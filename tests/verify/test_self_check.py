@@ -16,7 +16,7 @@ from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
 from hetmesh.verify.self_check import TOLERANCE, self_check
-from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record, record_file
+from hetmesh.verify.self_check_process import compare, compare_in_process, needs_self_check, record, record_file
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
 
@@ -195,6 +195,7 @@ def test_the_process_that_compares_runs(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_first_run_compares_and_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hetmesh.api.run_recipe", lambda recipe, resolved: None)
+    monkeypatch.setattr("hetmesh.verify.self_check_process.compare_in_process", lambda recipe: compare(resolve(recipe)))
     file = tmp_path / "recipe.toml"
     path = tiny_vlms.save("llava_siglip", tmp_path)
     file.write_text(tiny_vlms.recipe_text(path, f"[job]\ndump_folder = '{tmp_path}/out'"))

@@ -4,7 +4,7 @@ Every recipe takes three SGD steps in worker processes; loss, every gradient and
 process in fp64 (error below 1e-10; the few fp32 recipes 1e-5). A failing recipe is made as small as it goes.
 
 One process draws what a layout draws only where every module has one lane and dropout is on values that all ranks hold
-alike (`hetmesh.testing.dropout`). Other recipes with dropout run twice: replicas must be equal, losses finite, and both
+alike (`support.dropout_oracles`). Other recipes with dropout run twice: replicas must be equal, losses finite, and both
 outcomes the same to the last bit.
 
 What only whole runs have (`--feature checkpoint`, `timeline`, `free running` and so on) changes nothing in them, to the
@@ -33,12 +33,12 @@ from hetmesh.cli.check import checked
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing.assignments import Policy, RandomAssignment
-from hetmesh.testing.dropout import draws_alike, has_dropout
 from hetmesh.testing.emulated_nccl import emulate
-from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, compare, reference, run_as
+from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, Policy, compare, reference, run_as
 from hetmesh.testing.pool import WorkerPool
 from support import plain_digits
+from support.assignments import RandomAssignment
+from support.dropout_oracles import draws_alike, has_dropout
 from support.recipes import FEATURES, RecipeCase, draw_recipes
 from support.whole_runs import check_runs, has_run
 

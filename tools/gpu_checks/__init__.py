@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 
+sys.path.append(str(Path(__file__).parents[2] / "tests"))  # for `support`, which hetmesh's own tests share
 CHECKS = {
     "machine": 120.0,
     "parity": 600.0,

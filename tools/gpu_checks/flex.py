@@ -19,7 +19,7 @@ from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_
 from hetmesh.attention.key_blocks import KernelCalls
 from hetmesh.context import Mask, assign, causal, text_with_instances
 from hetmesh.layout import Intervals
-from hetmesh.testing.dense_masks import dense
+from support.dense_oracle import dense
 
 LENGTH = 520
 MASKS = {"text with images": text_with_instances(LENGTH, [(30, 200), (260, 420)]), "causal": causal(LENGTH)}

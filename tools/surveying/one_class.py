@@ -143,7 +143,7 @@ def _judged(text: str) -> dict[str, Any]:
 def _trained(recipe: Any) -> dict[str, Any]:
     """Two steps in fp64 beside transformers' own model, whose forward and backward share nothing with hetmesh's."""
     from hetmesh.testing import parity
-    from hetmesh.testing.whole_reference import whole_reference
+    from support.whole_reference import whole_reference
 
     try:
         error = parity.compare(whole_reference(recipe, 2), [parity.reference(recipe, 2)], FP64)

@@ -1,4 +1,4 @@
-"""Attention masks entry by entry, from the rule in words or a recipe's key: what masks as segments are tested by."""
+"""Attention masks entry by entry, from a recipe's key: the mask of the one-process reference."""
 
 from __future__ import annotations
 
@@ -6,34 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hetmesh.context import Mask, Segment
-from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.graph import SampleMeta
-
-
-def dense(mask: Mask) -> np.ndarray:
-    """The whole mask, bool [length, length], entry by entry from the rule in words: the oracle of the tests."""
-    out = np.zeros((mask.length, mask.length), bool)
-    owner = {p: segment for segment in mask.segments for p in range(segment.start, segment.stop)}
-    for i, query in owner.items():
-        for j, key in owner.items():
-            out[i, j] = _sees(query, i, key, j)
-    return out
-
-
-def _sees(query: Segment, i: int, key: Segment, j: int) -> bool:
-    if key.document == query.document and key.instance == query.instance:
-        return query.rule is Rule.BIDIRECTIONAL or j <= i
-    if j > i or not key.seen or key.document > query.document:
-        return False
-    if key.document == query.document:
-        return bool(query.sees & (Sees.TEXT if key.instance == TEXT else Sees.INSTANCES))
-    return bool(query.sees & (Sees.EARLIER_TEXT if key.instance == TEXT else Sees.EARLIER_INSTANCES))
 
 
 def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:

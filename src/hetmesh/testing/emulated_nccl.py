@@ -8,7 +8,7 @@ Messages go through gloo and collectives too; order, communicators, and what is 
 * What a batch brings is not there before a wait. Buffers in flight hold NaN, and in a step no operation may touch them.
 * `wait()` does not block the host: the first operation behind it that touches the buffer does, as a stream would.
   `wait(timeout)` blocks, and is counted.
-* Several communicators are launched in orders that agree on all ranks (`launch_order.py`), seen at the end of a step.
+* Several communicators are launched in orders that agree on all ranks (`stuck`), seen at the end of a step.
 * A work that nobody waits for is an error at the end of the step; its time counts from posting.
 """
 
@@ -32,8 +32,7 @@ from hetmesh.boundary import Nccl, World, init
 from hetmesh.boundary.backend import Group, PeerBuffer, Posted
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, HalfMessage, Queue, missing
-from hetmesh.testing.in_flight import InFlight, compare_collectives
-from hetmesh.testing.launch_order import Launch, stuck
+from hetmesh.testing.in_flight import InFlight, Launch, compare_collectives, stuck
 
 _numbers = itertools.count()  # of backends in this process; equal on all ranks, which make them alike
 

@@ -9,29 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch.distributed.tensor import Partial, Replicate
 
-from hetmesh.layout import Layout, Piece
+from hetmesh.layout import Layout, Piece, TransferStep
 from hetmesh.testing.bounds import element_ids
-
-
-class Movement(Protocol):
-    """What the executor reads of a `Step`: a test may pass a broken one to see that its oracles notice."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def src(self) -> Layout: ...
-    @property
-    def dst(self) -> Layout: ...
-    @property
-    def summed(self) -> bool: ...
-    @property
-    def pieces(self) -> tuple[Piece, ...]: ...
 
 
 def scatter(value: torch.Tensor, layout: Layout, *, seed: int = 0) -> dict[int, torch.Tensor]:
@@ -91,7 +75,7 @@ def inner(a: Mapping[int, torch.Tensor], b: Mapping[int, torch.Tensor], layout: 
     return sum(float((a[rank] * b[rank]).sum()) for rank in _one_per_replica(layout))
 
 
-def execute(steps: Iterable[Movement], tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def execute(steps: Iterable[TransferStep], tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Run `plan.steps` on the local tensors of the source ranks.
 
     Returns:
@@ -107,7 +91,7 @@ def execute(steps: Iterable[Movement], tensors: Mapping[int, torch.Tensor]) -> d
     return tensors
 
 
-def _move(step: Movement, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+def _move(step: TransferStep, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     flat = {}
     for rank in step.src.mesh.ranks:
         expected = element_ids(step.shape, step.src, rank).shape

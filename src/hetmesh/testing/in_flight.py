@@ -7,7 +7,8 @@ Views are not touches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,9 @@ _EQUAL_SIZES = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_sc
 
 Collectives = dict[str, list[str]]
 """Per process group, by name, the collectives of this rank in order."""
+Launch = tuple[str, str, Sequence[Sequence[int]]]
+"""A batch: what it is, its communicator, and its messages: the peer, and 1 where it is sent to."""
+_Message = tuple[str, int, int, int]  # communicator, sender, receiver, number among those
 
 
 class InFlightWork(Protocol):
@@ -145,6 +149,57 @@ def compare_collectives(rank: int, seen: Mapping[int, Collectives]) -> None:
             else:
                 told = f"{mine[n]} as collective {n} of the step, and rank {other} {theirs[n]}"
             raise EmulatedError(f"process group {name}: rank {rank} had {told}")
+
+
+def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
+    """Where ranks wait for each other in a circle, if each carries out its batches one after another; or nothing.
+
+    On a device each communicator has a queue, and NCCL promises nothing of what is at the head of two queues ("Using
+    multiple NCCL communicators concurrently" in its manual): kernels of one rank may hold the device until those of
+    another rank begin, which wait there behind others. So launches must also succeed one after another.
+
+    Args:
+        launched: per rank, its batches in the order of launching. Messages of one communicator between two ranks match
+            in order.
+    """
+    messages = {rank: list(_messages(rank, batches)) for rank, batches in launched.items()}
+    at = dict.fromkeys(launched, -1)
+    left: dict[int, set[_Message]] = {rank: set() for rank in launched}
+    begun: dict[_Message, int] = {}  # by the rank that came to it first
+    todo = deque(launched)
+    while todo:
+        rank = todo.popleft()
+        while not left[rank] and at[rank] + 1 < len(messages[rank]):
+            at[rank] += 1
+            for message in messages[rank][at[rank]]:
+                if message in begun:
+                    peer = begun.pop(message)
+                    left[peer].discard(message)
+                    todo.append(peer)
+                else:
+                    begun[message] = rank
+                    left[rank].add(message)
+    waiting = {rank: min(each) for rank, each in left.items() if each}
+    if not waiting:
+        return ""
+    return ", ".join(
+        f"rank {rank} stands at {launched[rank][at[rank]][0]} (communicator {message[0]}) and waits for rank "
+        f"{message[2] if message[1] == rank else message[1]}"
+        for rank, message in sorted(waiting.items())[:4]
+    )
+
+
+def _messages(rank: int, batches: Sequence[Launch]) -> list[set[_Message]]:
+    counts: Counter[tuple[str, int, int]] = Counter()
+    found = []
+    for _, communicator, parts in batches:
+        batch = set()
+        for peer, sends in parts:
+            way = (communicator, rank, peer) if sends else (communicator, peer, rank)
+            batch.add((*way, counts[way]))
+            counts[way] += 1
+        found.append(batch)
+    return found
 
 
 def _touched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:

@@ -7,8 +7,8 @@ end to end. It shares models and data with the run under test, and nothing else:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -19,27 +19,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.attention.packed_rows import PackedRows
+from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.drawn import DrawnSample
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import output_key
+from hetmesh.graph import ModuleGraph, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserSink
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
+from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing.assignments import Policy
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
-from hetmesh.testing.expert_balance import Routings
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import scale, squared_norm
 from hetmesh.training.job import Job
 
+Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
+"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan;
+`hetmesh.balance.plan_batch` is one."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest relative error, by `[training] dtype`."""
 
@@ -73,7 +76,6 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             recipe draws them. With dropout a run equals this if every module has one lane, samples are not packed, and
             dropout is only on values that tensor-parallel ranks hold alike: before column-wise linears and after
             row-wise ones, not on heads or on the inputs of row-wise linears, and without sequence parallelism.
-            `hetmesh.testing.dropout.draws_alike` says whether it is so.
     """
     resolved = resolve(recipe)
     source, adapters, graph, loader = resolved.source, resolved.adapters, resolved.graph, resolved.loader()
@@ -108,7 +110,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             elif kind != "causal":
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
-            routings = Routings(adapters[name].abilities.experts)
+            routings = _Routings(adapters[name].abilities.experts)
             with sees, routings.kept(modules[name]), entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
@@ -123,6 +125,46 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         return descend(parameters, step, steps, lr)
 
 
+class _Routings:
+    """What the routers of a module returned in one forward, and the load-balancing loss of one process from it."""
+
+    def __init__(self, layers: ExpertLayers | None) -> None:
+        self.layers = layers
+        self.logits: list[Tensor] = []
+        self.experts: list[Tensor] = []
+
+    @contextmanager
+    def kept(self, module: nn.Module) -> Iterator[None]:
+        """While it lasts, those of `module` are kept."""
+
+        def keep(_: Any, __: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            self.logits.append(output[0])
+            self.experts.append(output[2])
+
+        blocks = self.layers.blocks if self.layers is not None else ()
+        gates = [module.get_submodule(f"{name}.gate") for name in blocks]
+        trained = [gate for gate in gates if any(p.requires_grad for p in gate.parameters())]  # others are not balanced
+        handles = [gate.register_forward_hook(keep) for gate in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def balance_loss(self, lengths: Sequence[int], width: int) -> Tensor | float:
+        """The loss of samples padded to `width` tokens, each weighed by its real ones, without `targets_per_token`."""
+        total: Tensor | float = 0.0
+        for logits, experts in zip(self.logits, self.experts, strict=True):
+            assert self.layers is not None
+            probabilities = torch.softmax(logits, dim=-1)
+            for row, length in enumerate(lengths):
+                own = slice(row * width, row * width + length)
+                chosen = torch.zeros_like(probabilities[own]).scatter_(1, experts[own], 1.0)
+                each = self.layers.count * (chosen.mean(0) * probabilities[own].mean(0)).sum()
+                total = total + length * self.layers.balance / len(self.layers.blocks) * each
+        return total
+
+
 def run(
     recipe: Recipe,
     world: World,
@@ -134,8 +176,7 @@ def run(
     """Run `recipe` on its layout; every rank of `world` calls it, also ranks that the recipe does not use.
 
     Args:
-        policy: assigns samples to lanes and microbatches, equally on all ranks, in place of the recipe's own policy
-            (`hetmesh.testing.assignments`).
+        policy: assigns samples to lanes and microbatches, equally on all ranks, in place of the recipe's own policy.
 
     Returns:
         Losses and, for the modules of this rank, full gradients and parameters as this rank's replica has them.

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for meshes, shapes, layouts, pairs of layouts, and routes of microbatches; all of them legal.
+"""Hypothesis strategies for meshes, shapes, layouts and pairs of layouts; all of them legal.
 
 They reach the corners that hand-written tables miss: ranks permuted and with gaps, uneven and empty shards, ragged and
 permuted RowSplits, stacked and strided shards, Partial, zero-size and 0-d tensors, and rank sets that are identical,
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hetmesh._torch_compat import StridedShard
-from hetmesh.graph import Routes, StageGraph
 from hetmesh.layout import Intervals, Layout, MeshSpec, Placement, RowSplit
 
 _AXES = ("a", "b", "c", "d")
@@ -29,22 +28,6 @@ class LayoutPair:
     shape: tuple[int, ...]
     src: Layout
     dst: Layout
-
-
-@st.composite
-def routes(draw: st.DrawFn, stages: StageGraph, *, most: int = 5) -> Routes:
-    """Microbatches of every module of `stages`, 1 to `most`, and which feed which: by number, or any pairs."""
-    modules = list(dict.fromkeys(stage.module for stage in stages.stages))
-    if draw(st.integers(0, 3)) == 0:
-        return Routes.of(stages, draw(st.integers(1, most)))
-    counts = {module: draw(st.integers(1, most)) for module in modules}
-    pairs = {}
-    for edge in stages.edges:
-        ends = edge.source.module, edge.destination.module
-        if not edge.internal and ends not in pairs:
-            each = st.tuples(*(st.integers(0, counts[module] - 1) for module in ends))
-            pairs[ends] = draw(st.lists(each, max_size=2 * most))
-    return Routes.make(counts, pairs)
 
 
 @st.composite

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 from hetmesh.balance import BatchPlan, Lanes
 from hetmesh.graph import ModuleGraph, SampleMeta
-
-Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
-"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan;
-`hetmesh.balance.plan_batch` is one."""
 
 
 @dataclass(frozen=True)
