@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.reading import first_of, gathered
-from hetmesh.checkpoint.resume import RunState, listed
+from hetmesh.checkpoint.resume import RunState
 from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
