@@ -16,11 +16,11 @@ from hetmesh.checkpoint.reading import Index
 from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
-from hetmesh.inference.one_process import OneProcess
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import resolve
+from hetmesh.training.one_process import OneProcess
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import Gate, different, everything, make, steps

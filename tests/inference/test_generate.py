@@ -17,7 +17,6 @@ from hetmesh.data.source import PromptSource
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.inference.generate import answer_tokens
-from hetmesh.inference.one_process import OneProcess, on_one_rank
 from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.whole_forward import load_whole
 from hetmesh.models.split.whole_model import whole_model
@@ -25,6 +24,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.testing.sources import RandomMedia
+from hetmesh.training.one_process import OneProcess, on_one_rank
 from support import tiny_vlms
 
 RECIPES = tiny_vlms.Path(__file__).parents[2] / "recipes"

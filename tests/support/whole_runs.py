@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.export.export import export_last
-from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
@@ -32,6 +31,7 @@ from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
+from hetmesh.training.one_process import OneProcess
 from hetmesh.training.trainer import Trainer
 from support.recipe_runs import BEHIND
 from support.recipes import OF_RUNS, RecipeCase

@@ -12,13 +12,13 @@ from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.data.digits import DigitsSource
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.inference.generate import answer_tokens
-from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.evaluate import evaluate
 from hetmesh.training.job import Job
+from hetmesh.training.one_process import OneProcess
 from hetmesh.training.validation import free_running
 
 RECIPES = Path(__file__).parents[2] / "recipes"

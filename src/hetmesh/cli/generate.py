@@ -12,7 +12,7 @@ from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
     from hetmesh.data.source import Source
-    from hetmesh.inference.one_process import OneProcess
+    from hetmesh.training.one_process import OneProcess
 
 
 class _Media(argparse.Action):
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     import torch
 
     from hetmesh.checkpoint.saved_run import saved_run
-    from hetmesh.inference.one_process import OneProcess
     from hetmesh.recipe.recipe import load_recipe
+    from hetmesh.training.one_process import OneProcess
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = Path(args.run)

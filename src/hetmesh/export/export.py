@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -235,7 +236,8 @@ def _write_adapters(
         stored = {name: Stored(run.shape(key), dtype or run.dtype(key)) for name, key in keys.items()}
         values = run.read(keys.values())
         tensors = {name: as_dtype(values[key], stored[name].dtype, name) for name, key in keys.items()}
-        written = write_tensors(folder, stored, lambda _, tensors=tensors: tensors, 1 << 62, name="adapter_model")
+        take = partial(lambda made, _: made, tensors)
+        written = write_tensors(folder, stored, take, 1 << 62, name="adapter_model")
         write_json(folder / "adapter_config.json", _adapter_config(run, adapted, str(final / place)), indent=2)
         yield (
             f"{Path(place, ADAPTER_FOLDER)}: {written.tensors} tensors of {len(adapted)} adapted layers; loads with "

@@ -233,7 +233,7 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     kind: Any = type(part.module)
     config: Any = part.module.config
     saved_config = {**config.to_diff_dict(), "architectures": [kind.__name__]}
-    whole = build_on_meta(SimpleNamespace(build=lambda: kind(config)))  # type: ignore[arg-type]
+    whole = build_on_meta(SimpleNamespace(build=lambda: kind(config)))
     every = {} if whole is None else own_tensors(whole)[0]
     absent = sorted(every.keys() - part.origins.keys())
     package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__

@@ -16,8 +16,8 @@ from hetmesh.data.answers import Continued
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.source import PromptSource, Source
 from hetmesh.errors import RecipeError
-from hetmesh.inference.one_process import OneProcess
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.training.one_process import OneProcess
 
 
 def answer_tokens(

@@ -7,7 +7,9 @@ from dataclasses import fields
 from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-P, R, S = ParamSpec("P"), TypeVar("R"), TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 class HashedOnce:

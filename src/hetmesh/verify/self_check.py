@@ -22,7 +22,6 @@ from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph
-from hetmesh.inference.one_process import OneProcess, on_one_rank
 from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
@@ -33,6 +32,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
+from hetmesh.training.one_process import OneProcess, on_one_rank
 from hetmesh.verify.self_check_samples import self_check_source
 
 NOT_COMPARED = (
