@@ -1,5 +1,7 @@
 """Parity of Qwen3-VL: images of different sizes, positions of three axes and DeepStack features, in any layout."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from hetmesh.balance import plan_batch
 from hetmesh.boundary import World
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
-from hetmesh.graph import stage_graph
+from hetmesh.graph import MediaItem, SampleMeta, stage_graph
 from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.named.qwen3_vl_text import multimodal_positions
@@ -258,8 +260,10 @@ def test_patches_are_those_of_transformers():
         patch_size=4, merge_size=2, temporal_patch_size=2, do_resize=False, do_rescale=False, do_normalize=False
     )
     expected = processor(images=[image], return_tensors="pt", input_data_format="channels_first")
-    torch.testing.assert_close(adapter._patches(image), expected["pixel_values"])
-    assert adapter._places([adapter.item_grid((3, 16, 24))])["grid_thw"].tolist() == expected["image_grid_thw"].tolist()
+    meta = SampleMeta("a", (MediaItem("image", (3, 16, 24), 0, adapter.item_rows((3, 16, 24))),), 9)
+    given = adapter.collate([SimpleNamespace(media={"image": [image]})], [meta])
+    torch.testing.assert_close(given["patches"], expected["pixel_values"])
+    assert given["grid_thw"].tolist() == expected["image_grid_thw"].tolist()
 
 
 def request(model, config, consumers=("llm",), media="image"):
