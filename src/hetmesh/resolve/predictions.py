@@ -9,8 +9,7 @@ from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.errors import RecipeError
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options
-from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, rank_memory, simulate
-from hetmesh.simulate import largest_memory
+from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, largest_memory, rank_memory, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 MAX_SAMPLES = 4096
