@@ -140,11 +140,7 @@ def share_microbatches(
 
 
 def check_shares(graph: ModuleGraph, name: str, shares: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """`pipelines`, if there is a share of at least 1 for each.
-
-    Raises:
-        GraphError: see above.
-    """
+    """`pipelines`, if there is a share of at least 1 for each; raises GraphError as `share_microbatches`."""
     groups = pipelines(graph, name)
     if len(shares) != len(groups[0]):
         raise GraphError(

@@ -15,7 +15,6 @@ from hetmesh.cost.static_memory import most_held
 from hetmesh.graph import Stage
 from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
 from hetmesh.planner.problem import Problem
-from hetmesh.planner.typical_work import typical_work
 from hetmesh.simulate import LayerCosts, RankWork
 from hetmesh.simulate.layer_costs import kinds
 from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
@@ -87,7 +86,7 @@ class Estimator:
         spec = laid_out_module(problem, name, plan.mesh, plan, samples, stages_per_rank)
         upstream = any(map(graph.needs_gradient, graph.inputs(name)))
         module = ModuleCosts(spec, problem.facts[name].shape, upstream, self.layers)
-        work = typical_work(problem, name, samples)
+        work = problem.typical_work(name, samples)
         rows = problem.samples.tokens if name == graph.sink.name else problem.samples.rows_of(name)
         mean = float(rows.mean()) or 1.0
         large = 1.0 + 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))  # as the largest microbatches are

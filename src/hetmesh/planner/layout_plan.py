@@ -13,7 +13,6 @@ from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, firs
 from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
-from hetmesh.planner.typical_work import typical_work
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PLACEMENTS = ("homogeneous", "colocated", "disjoint")
@@ -149,7 +148,7 @@ def laid_out_module(
             upstream_trainable=upstream,
             recomputed=options.activation_checkpoint == "full",
             together=facts.first_layers,
-            work=typical_work(problem, name, samples),
+            work=problem.typical_work(name, samples),
         )
     sink = name == graph.sink.name
     return replace(

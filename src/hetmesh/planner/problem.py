@@ -11,7 +11,7 @@ import numpy as np
 
 from hetmesh.balance import BalanceOptions
 from hetmesh.balance.plan_batch import UNBALANCED
-from hetmesh.cost import Machine, ModuleShape, Profile
+from hetmesh.cost import Machine, ModuleShape, Profile, Work
 from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.cost.work import samples_work
 from hetmesh.graph import Activation, MetaArrays, ModuleGraph
@@ -91,6 +91,10 @@ class Problem:
     def mean_work(self) -> Mapping[str, np.ndarray]:
         """Per module the rows, pairs and targets of the mean sample."""
         return {name: samples_work(self.graph, name, self.samples).mean(0) for name in self.graph.order}
+
+    def typical_work(self, name: str, samples: float) -> Work:
+        """What a typical microbatch of that many samples gives one lane of a module to do: the mean; at least one row."""
+        return Work(*(max(round(float(mean * samples)), 1) for mean in self.mean_work[name]))
 
     @property
     def own(self) -> tuple[str, ...]:

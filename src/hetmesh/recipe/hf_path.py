@@ -144,11 +144,7 @@ def prompt_note(recipe: Recipe) -> str:
 
 
 def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat template, and what the directory's processor makes of its text.
-
-    Raises:
-        RecipeError: there is none, or the processor does something that hetmesh does not.
-    """
+    """The chat template, and what the directory's processor makes of its text."""
     if "chat_template" in options:  # the recipe's own: its text is what the model gets
         return {"special_tokens": True}
     name = processor_of(path, model_type)

@@ -80,6 +80,10 @@ _NO_FT = "leave it out; a run that was killed resumes from its last checkpoint"
 _HF_WEIGHTS = "leave it out; [modules.<name>] initial_load_path or [model] hf_path takes a Hugging Face directory"
 _WORKERS = "write [data] num_workers"
 
+_CUSTOM = 'name your class in [modules.<name>] model = "package.module:Class"'
+_VALIDATES, _SAVES = _on("validation", "enable", True), _on("checkpoint", "enable")
+_LOGS = _on("metrics", "enable_tensorboard")
+
 _LAYOUT: Mapping[str, Foreign] = {
     "expert_tensor_parallel_degree": Foreign((1,), _EXPERT_TP),
     "expert_parallel_comm_backend": Foreign(ANY),  # of expert_parallel_degree
@@ -127,7 +131,7 @@ _LAYOUT: Mapping[str, Foreign] = {
 FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "job": {
         "config_file": Foreign(instead="name the file on the command line: hetmesh train RECIPE"),
-        "custom_config_module": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
+        "custom_config_module": Foreign(("",), _CUSTOM),
         "save_config_file": Foreign(
             instead="leave it out; a run writes recipe.json, with all defaults, into its dump_folder"
         ),
@@ -152,7 +156,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         "async_mode": Foreign(
             ("disabled", "async"),
             "write 'async': a thread writes what was copied, from a device into pinned memory",
-            matters=_on("checkpoint", "enable"),
+            matters=_SAVES,
         ),
         "initial_load_model_only": Foreign(
             (True,), "leave it out; a run whose dump_folder has checkpoints goes on with optimizer, schedule and data"
@@ -164,7 +168,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             "write false",
             (True,),
             "the last checkpoint, too, has all that a resumed run needs",
-            _on("checkpoint", "enable"),
+            _SAVES,
         ),
         "load_step": Foreign((-1,), "write [checkpoint] initial_load_path, the folder of a step"),
         "load_only": Foreign(OFF, "leave it out; [checkpoint] enable = false saves none"),
@@ -178,31 +182,27 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             "leave it out",
             ANY,
             "events are in the folder tensorboard of the dump_folder",
-            _on("metrics", "enable_tensorboard"),
+            _LOGS,
         ),
         "save_for_all_ranks": Foreign(OFF, "leave it out; metrics are those of all ranks together"),
     },
     "validation": {
-        "dataset": Foreign(
-            instead=f"leave it out; held-out samples are a split of {_DATA}", matters=_on("validation", "enable", True)
-        ),
-        "dataset_path": Foreign(
-            instead="write [data.options] validation_path", matters=_on("validation", "enable", True)
-        ),
+        "dataset": Foreign(instead=f"leave it out; held-out samples are a split of {_DATA}", matters=_VALIDATES),
+        "dataset_path": Foreign(instead="write [data.options] validation_path", matters=_VALIDATES),
         "local_batch_size": Foreign(
             without_effect=ANY,
             note="held-out samples come in batches of [training] local_batch_size",
-            matters=_on("validation", "enable", True),
+            matters=_VALIDATES,
         ),
         "seq_len": Foreign(
             without_effect=ANY,
             note="[training] seq_len holds for held-out samples too",
-            matters=_on("validation", "enable", True),
+            matters=_VALIDATES,
         ),
-        "steps": Foreign((-1,), "write [validation] samples", matters=_on("validation", "enable", True)),
-        "dataloader.num_workers": Foreign((0,), _WORKERS, matters=_on("validation", "enable", True)),
+        "steps": Foreign((-1,), "write [validation] samples", matters=_VALIDATES),
+        "dataloader.num_workers": Foreign((0,), _WORKERS, matters=_VALIDATES),
         "dataloader.persistent_workers": Foreign(ANY),
-        "dataloader.pin_memory": Foreign(OFF, "leave it out", matters=_on("validation", "enable", True)),
+        "dataloader.pin_memory": Foreign(OFF, "leave it out", matters=_VALIDATES),
         "dataloader.prefetch_factor": Foreign(ANY),  # of num_workers
     },
     "comm": {
@@ -250,41 +250,25 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     },
     "quantize": dict.fromkeys(  # of model.converters
         (
-            "linear.float8.enable_fsdp_float8_all_gather",
-            "linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-            "linear.float8.recipe_name",
-            "linear.float8.filter_fqns",
-            "linear.float8.emulate",
-            "linear.mx.mxfp8_dim1_cast_kernel_choice",
-            "linear.mx.recipe_name",
-            "linear.mx.filter_fqns",
-            "grouped_mm.float8.fqns",
-            "grouped_mm.mx.recipe_name",
-            "grouped_mm.mx.fqns",
+            *map("linear.float8.{}".format, ("enable_fsdp_float8_all_gather", "recipe_name", "filter_fqns", "emulate")),
+            *("linear.float8.precompute_float8_dynamic_scale_for_fsdp", "grouped_mm.float8.fqns"),
+            *map("linear.mx.{}".format, ("mxfp8_dim1_cast_kernel_choice", "recipe_name", "filter_fqns")),
+            *("grouped_mm.mx.recipe_name", "grouped_mm.mx.fqns"),
         ),
         Foreign(ANY),
     ),
     "fault_tolerance": {
         "enable": Foreign(OFF, _NO_FT),
-        **dict.fromkeys(
-            (
-                "process_group",
-                "process_group_timeout_ms",
-                "replica_id",
-                "group_size",
-                "min_replica_size",
-                "semi_sync_method",
-            ),
-            Foreign(ANY),
-        ),
+        **dict.fromkeys(("process_group", "process_group_timeout_ms", "replica_id", "group_size"), Foreign(ANY)),
+        **dict.fromkeys(("min_replica_size", "semi_sync_method"), Foreign(ANY)),
     },
     "memory_estimation": {
         "enable": Foreign(OFF, "leave it out; `hetmesh simulate` predicts the memory of every rank"),
         "disable_fake_mode": Foreign(ANY),
     },
     "experimental": {
-        "custom_import": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
-        "custom_args_module": Foreign(("",), 'name your class in [modules.<name>] model = "package.module:Class"'),
+        "custom_import": Foreign(("",), _CUSTOM),
+        "custom_args_module": Foreign(("",), _CUSTOM),
     },
 }
 """By table and key; keys of tables inside a table with a dot. A key that has a field too is passed on, any other is

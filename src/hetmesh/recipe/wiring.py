@@ -203,11 +203,7 @@ def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
 
 
 def _media(recipe: Recipe, topology: Topology, name: str) -> str | None:
-    """The media that an encoder reads: as the recipe says, else the one placeholder where its rows end up.
-
-    Raises:
-        RecipeError: its rows end up in several, and the recipe does not say.
-    """
+    """The media that an encoder reads: as the recipe says, else the one placeholder where its rows end up."""
     if topology.inputs(name) or name == topology.sink:
         return None
     if (media := recipe.modules[name].media) is not None:

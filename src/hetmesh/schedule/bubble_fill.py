@@ -161,11 +161,7 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
 
 
 def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[int | None, ...]:
-    """How many microbatches each stage may hold; None for those of the sink's module.
-
-    Raises:
-        ScheduleError: see `bubble_fill`.
-    """
+    """How many microbatches each stage may hold; None for those of the sink's module."""
     sink, cap = set(problem.stage[: problem.fixed]), options.in_flight
     for i, held in enumerate(least.held):
         if cap is not None and held > cap and i not in sink and not options.raise_in_flight:

@@ -78,11 +78,7 @@ def on_grid(costs: StepCosts) -> StepCosts:
 
 
 def fill_typical(model: StepModel, routes: Routes, training: bool, options: PolicyOptions, work: Work) -> Schedule:
-    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the sink, and as many rows.
-
-    Raises:
-        ScheduleError: see `bubble_fill`.
-    """
+    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the sink, and as many rows."""
     graph, costs = model.graph, {}
     for name in graph.order:
         spec = graph[name]
