@@ -34,7 +34,7 @@ LEFT_OUT = ("do_image_splitting", "do_pan_and_scan")
 """What a recipe can have left out (`image_tiles = false`): an image is one tile, as with the processor's own option."""
 
 MAX_PIXELS = 89_478_485
-"""Of what becomes of an image: so many Pillow opens without a warning. A slender image can become large where its
+"""Of what becomes of an image: the most that Pillow opens without a warning. A slender image can become large where its
 shorter side is resized, or where it is put on a square."""
 
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
