@@ -171,16 +171,15 @@ class StepMessages:
     def _arrive(self, works: Posted) -> None:
         """Wait for works, all receives among them, and complete the result."""
         # Put in place one by one, while the others are on their way; sums in the plan's order, when all are there.
-        self._wait(works, {} if self.step.order else {each[0].peer: each for each in self.arrived})
-        if self.step.order:
-            messages = {arrived[0].peer: arrived for arrived in self.arrived}
-            add = not self.step.fills
-            for rank in self.step.order:
-                if rank == self.world.rank:
-                    self._put_own(add=add)
-                else:
-                    self._put(*messages[rank], add=add)
-                add = True
+        by_peer = {arrived[0].peer: arrived for arrived in self.arrived}
+        self._wait(works, {} if self.step.order else by_peer)
+        add = not self.step.fills
+        for rank in self.step.order:
+            if rank == self.world.rank:
+                self._put_own(add=add)
+            else:
+                self._put(*by_peer[rank], add=add)
+            add = True
         self._keep()
         self._done = True
 
