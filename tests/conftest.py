@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from hetmesh.boundary import World, init
@@ -20,6 +21,10 @@ settings.register_profile(
     "hetmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("hetmesh")
+
+# Threads of one process that wait for each other take the cores from the other processes: tiny models then compute ten
+# times as long.
+torch.set_num_threads(1)
 
 # What jobs import late: once before the workers are forked instead of once in each of them.
 _PRELOAD = (
@@ -56,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def apart() -> Iterator[Callable[..., Any]]:
     """`apart(function, *arguments)`: what it returns or raises in a process of its own, started by the first call: the
     fake device stays a device of its process to the end of it."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,)) as process:
         yield lambda function, *arguments: process.submit(function, *arguments).result()
 
 

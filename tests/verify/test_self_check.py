@@ -183,6 +183,7 @@ def test_the_process_that_compares_runs(tmp_path, monkeypatch):
     """What libraries write to stdout, as tokenizers do about options that they do not know, is no finding."""
     source = "import os\nfrom hetmesh.testing.sources import RandomMedia\nos.write(1, b'Ignored unknown option\\n')\n"
     (tmp_path / "noisy_source.py").write_text(source)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     path = tiny_vlms.save("llava_siglip", tmp_path)
     text = tiny_vlms.recipe_text(path, f"[job]\ndump_folder = '{tmp_path}/out'")
