@@ -93,7 +93,7 @@ class Problem:
         return {name: samples_work(self.graph, name, self.samples).mean(0) for name in self.graph.order}
 
     def typical_work(self, name: str, samples: float) -> Work:
-        """What a typical microbatch of that many samples gives one lane of a module to do: the mean; at least one row."""
+        """What a typical microbatch of that many samples gives one lane of a module: the mean, at least one row."""
         return Work(*(max(round(float(mean * samples)), 1) for mean in self.mean_work[name]))
 
     @property
