@@ -97,7 +97,7 @@ def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
         if type(node).__name__ == "RegisterPostBackwardFunctionBackward":
             group = node.param_group
             ranks = group.mesh_info.mesh.size()
-            trained = any(each.sharded_param.requires_grad for each in group.fsdp_params)
+            trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
             if trained and ranks > 1 and group.gradient_divide_factor is None:
                 yield repr(group._module_fqn or ""), ranks
 

@@ -39,7 +39,7 @@ class UsageError(HetmeshError, ValueError):
 
 
 class SampleError(HetmeshError, ValueError):
-    """One sample is malformed. The message names its id; mend the sample or the source that made it."""
+    """One sample is malformed. The message names its id; fix the sample or the source that made it."""
 
 
 class LoaderError(HetmeshError, RuntimeError):

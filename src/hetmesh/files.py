@@ -132,7 +132,7 @@ def place_in(folders: Sequence[Path], name: str) -> Path:
         real = os.path.realpath(path)
     else:
         real = os.path.join(_real(os.path.dirname(path)), path.name)
-    if any(real.startswith(root) for each in folders for root in _roots(str(each))):
+    if any(real.startswith(root) for folder in folders for root in _roots(str(folder))):
         return path
     raise OSError(f"{name!r} is {real}, which lies outside of {' and '.join(map(str, folders))}")
 
@@ -188,4 +188,4 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

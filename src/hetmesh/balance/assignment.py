@@ -125,7 +125,7 @@ class Slots:
     @property
     def digest(self) -> tuple[Any, ...]:
         """Equal for equal slots, and hashable."""
-        near = tuple(None if each is None else (each.shape, each.tobytes()) for each in self.affinity)
+        near = tuple(None if matrix is None else (matrix.shape, matrix.tobytes()) for matrix in self.affinity)
         return near, *(getattr(self, f.name) for f in fields(self) if f.name != "affinity")
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ NO_CAP = 1 << 62
 def within_caps(
     bins: np.ndarray, tokens: np.ndarray, caps: np.ndarray, load: np.ndarray, allowed: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """`bins`, mended until every bin is within its caps; None where no way was found.
+    """`bins`, repaired until every bin is within its caps; None where no way was found.
 
     Args:
         bins: int64 `[samples]`: the bin of each.
@@ -21,8 +21,8 @@ def within_caps(
         load: int64 `[samples]`: of several bins with room, a sample goes to the one with least load.
         allowed: int64 `[bins]`: a sample stays among bins with the same number as its own; None: anywhere.
     """
-    mended = _moved(bins, tokens, caps, load, allowed)
-    return _from_scratch(bins, tokens, caps, allowed) if mended is None else mended
+    repaired = _moved(bins, tokens, caps, load, allowed)
+    return _from_scratch(bins, tokens, caps, allowed) if repaired is None else repaired
 
 
 def _moved(

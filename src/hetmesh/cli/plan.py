@@ -1,4 +1,4 @@
-"""`hetmesh plan RECIPE`: which layout a model should have on so many ranks, before any of them is booked."""
+"""`hetmesh plan RECIPE`: which layout a model should have on a number of ranks, before any of them is booked."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
     if args.png:
         save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
     if args.draw and not args.json:
-        width, longest = shutil.get_terminal_size((120, 24)).columns, max(each.makespan for each in steps.values())
+        width, longest = shutil.get_terminal_size((120, 24)).columns, max(step.makespan for step in steps.values())
         for name, each in steps.items():
             print(f"\n{name}, some of the lanes: {headline(each)}\n{gantt_text(each, width, longest)}")
 

@@ -95,7 +95,7 @@ def find_machine(device_name: str) -> Machine | None:
 
 
 def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
-    valid = [each.name for each in fields(Machine) if each.name != "name"]
+    valid = [field.name for field in fields(Machine) if field.name != "name"]
     if unknown := sorted(set(table) - set(valid)):
         raise RecipeError(f"machine {path}: unknown keys {unknown}; valid are {valid}")
     peaks = table.get("peak_flops", {})
@@ -115,7 +115,7 @@ def _machine(path: Path, table: Mapping[str, Any]) -> Machine:
     if slowdown and (slowdown[0] != 1 or slowdown != sorted(slowdown)):
         raise RecipeError(f"machine {path}: busy_slowdown must begin with 1 and never fall, got {slowdown!r}")
     devices = table.get("devices", [])
-    if not isinstance(devices, list) or not all(isinstance(each, str) for each in devices):
+    if not isinstance(devices, list) or not all(isinstance(device, str) for device in devices):
         raise RecipeError(f"machine {path}: devices must be a list of texts, got {devices!r}")
     typed: dict[str, Any] = {k: int(v) if k in _INTEGERS else float(v) for k, v in numbers.items()}
     typed |= {"busy_slowdown": tuple(map(float, slowdown)), "devices": tuple(devices)}

@@ -126,10 +126,10 @@ def update_bytes(held: Sequence[StaticMemory], optimizer: str, implementation: s
     adam = optimizer in ("Adam", "AdamW")
     summed = int(weight_decay and optimizer != "AdamW")
     if implementation == "for-loop":
-        return (2 * adam + summed) * max((each.largest for each in held), default=0)
+        return (2 * adam + summed) * max((cell.largest for cell in held), default=0)
     if implementation == "fused" and adam:
         return 0
-    return (adam + summed) * max((each.gradients for each in held), default=0)
+    return (adam + summed) * max((cell.gradients for cell in held), default=0)
 
 
 def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:
@@ -140,7 +140,7 @@ def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[
 def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
     """Bytes that the rank holds of a module of a graph that holds most of it."""
     split, itemsize = _Split.of(spec.mesh), spec.options.parameter_dtype.itemsize
-    return max(each.total for each in _cells(shape, split, itemsize, optimizer, tuple(map(tuple, spec.splits))))
+    return max(cell.total for cell in _cells(shape, split, itemsize, optimizer, tuple(map(tuple, spec.splits))))
 
 
 def place_weights(

@@ -77,7 +77,7 @@ class Routes(HashedOnce):
 
     @classmethod
     def of(cls, stages: StageGraph, microbatches: Routes | int) -> Routes:
-        """`microbatches` for `stages`; a number means so many in every module, and the same number on both sides.
+        """`microbatches` for `stages`; a number: as many in every module, and the same number on both sides.
 
         Raises:
             ScheduleError: a module is missing or superfluous, or two modules have different counts and no routes.

@@ -123,7 +123,7 @@ def _as_declared(request: AdapterRequest, key: str, declared: Any) -> Any:
 
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
-        return isinstance(value, list | tuple) and all(_is_a(each, get_args(kind)[0]) for each in value)
+        return isinstance(value, list | tuple) and all(_is_a(item, get_args(kind)[0]) for item in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, {float: int | float, dict: Mapping}.get(kind, kind))

@@ -133,7 +133,7 @@ def _usable(problem: Problem, first: int, ranks: int) -> bool:
 
 def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
     """Samples per microbatch and lane of the sink that divide its share of the batch: powers of two where some do, with
-    at least as many microbatches as stages where there are so many."""
+    at least as many microbatches as stages where there are enough."""
     each, rest = divmod(problem.global_batch_size, lanes)
     if rest or not each:
         return []

@@ -56,14 +56,14 @@ class Estimator:
         sink = self._module(name, own, plan.microbatch_size, plan.stages_per_rank)
         pp = own.degree("pp")
         samples = plan.microbatch_size * own.lanes
-        before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes, 1) for each in encoders]
+        before = [self._module(name, plan.modules[name], samples / plan.modules[name].lanes, 1) for name in encoders]
         slowest, whole = max(sink.stages) * len(sink.stages) / pp, sum(sink.stages)
-        of_encoders = [each.stages[0] for each in before]
+        of_encoders = [module.stages[0] for module in before]
         flight = min(pp, microbatches)
         if plan.placement == "disjoint":
             seconds = (microbatches - 1) * max(slowest, *of_encoders) + whole + max(of_encoders)
             peak = max(sink.held + flight * sink.kept, *(e.held + (flight + 1) * e.kept for e in before))
-            return seconds + max(sink.once, *(each.once for each in before)), peak
+            return seconds + max(sink.once, *(module.once for module in before)), peak
         if plan.placement == "homogeneous":  # before the first stage, on its ranks
             slowest, whole = max(slowest, sink.stages[0] + sum(of_encoders)), whole + sum(of_encoders)
             of_encoders = []
@@ -71,8 +71,8 @@ class Estimator:
         ahead = (
             microbatches if plan.schedule == "three_phase" else 2 * flight if plan.schedule == "bubble_fill" else flight
         )
-        peak = sink.held + flight * sink.kept + sum(each.held + ahead * each.kept for each in before)
-        return seconds + sink.once + sum(each.once for each in before), peak
+        peak = sink.held + flight * sink.kept + sum(module.held + ahead * module.kept for module in before)
+        return seconds + sink.once + sum(module.once for module in before), peak
 
     def _module(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks

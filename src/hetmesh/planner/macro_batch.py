@@ -57,9 +57,9 @@ class MacroBatch:
     """What was certified.
 
     Attributes:
-        samples: how many part the ranks as any so many do; 0 where nothing is certified.
+        samples: how many divide the ranks as any other draw of that size does; 0 where nothing is certified.
         split: ranks of each module with a mesh of its own; of the largest batch looked at where nothing is certified.
-        agreed: so many random batches of that size agreed.
+        agreed: how many random batches of that size agreed.
         drawn: samples that were looked at.
         drifts: what drifted.
         splits: how many different ways the batches of the largest size looked at parted the ranks.

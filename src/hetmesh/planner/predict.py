@@ -76,7 +76,7 @@ def _of_lanes(spec: ModuleSpec, lanes: list[int]) -> ModuleSpec:
     mesh = spec.lane_mesh
     array = np.take(mesh.array, lanes, mesh.axes.index("lane"))
     axis = next((axis for axis in reversed(LANE_AXES) if axis in spec.mesh.axes), LANE_AXES[0])
-    axes = tuple(axis if each == "lane" else each for each in mesh.axes)
+    axes = tuple(axis if name == "lane" else name for name in mesh.axes)
     return replace(spec, mesh=MeshSpec(tuple(array.ravel().tolist()), axes, array.shape))
 
 
@@ -209,7 +209,9 @@ def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
     a search decides by."""
     size = problem.global_batch_size
     batches = largest_batches(problem.graph, problem.samples, size)
-    ranks = largest_memory(Predictor(replace(problem, samples=each), lanes=MIN_LANES).memory(plan) for each in batches)
+    ranks = largest_memory(
+        Predictor(replace(problem, samples=drawn), lanes=MIN_LANES).memory(plan) for drawn in batches
+    )
     samples = len(problem.samples)
     memory = problem.machine.memory_bytes if problem.memory_bytes is None else problem.memory_bytes
     return MemoryFit(problem.machine.name, memory, ranks, samples, samples)

@@ -73,7 +73,7 @@ def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES) -> Found
     """Search the layouts of `problem`. Deterministic.
 
     Args:
-        shown: of each placement so many are returned.
+        shown: how many of each placement are returned.
         batches: sampled global batches whose mean decides; a certified macro batch says how many (`macro_batch.py`).
     """
     return _Search(problem, batches).run(shown)
@@ -109,9 +109,9 @@ class _Search:
             final = self._filled(self._near(list(chosen.values())))
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
-        found = [each for each in asked.values() if each is not None]
-        too_large = sum(not each.fits for each in found)
-        least = min((each.peak_bytes for each in found), default=None)
+        found = [plan for plan in asked.values() if plan is not None]
+        too_large = sum(not plan.fits for plan in found)
+        least = min((plan.peak_bytes for plan in found), default=None)
         return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least)
 
     def _predict(self, plan: LayoutPlan, how: str = "quick") -> Prediction | None:
@@ -148,7 +148,7 @@ class _Search:
         return [plan for _, _, plan in heapq.nsmallest(_MAX_SIMULATED, found)]
 
     def _simulated(self, plans: Iterable[LayoutPlan], enough: int) -> list[LayoutPlan]:
-        """Plans by their simulated seconds, once so many have been found that fit."""
+        """Plans by their simulated seconds, once enough have been found that fit."""
         found: list[Prediction] = []
         for plan in plans:
             each = self._predict(plan)

@@ -120,7 +120,7 @@ class Prompt:
     def replacements(self, image: str, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
         """What a template writes -> what is put in its place; empty where that is the same."""
         named = {name: _token(tokenizer_config, name) or default for name, default in self.tokens.items()}
-        written, text = (each.format(image=image, **named) for each in (self.written, self.image))
+        written, text = (template.format(image=image, **named) for template in (self.written, self.image))
         return {} if written == text else {written: text}
 
 

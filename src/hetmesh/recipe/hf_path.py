@@ -130,7 +130,7 @@ def prompt_note(recipe: Recipe) -> str:
     path = recipe.model.hf_path
     if path is None:
         return ""
-    if any(each.source == "conversations" for each in recipe.data.mixture):
+    if any(table.source == "conversations" for table in recipe.data.mixture):
         return f"{SECTION}.{KEY} fills in nothing of [[data.mixture]]: its tables say what is around an item, and BOS"
     if recipe.data.source != "conversations":
         return ""
@@ -233,7 +233,7 @@ def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabula
     """
     path = recipe.model.hf_path
     config = None if path is None else part_of(_read(path, "config.json") or {})
-    if not config or any(each.source != "conversations" for each in recipe.data.mixture or (recipe.data,)):
+    if not config or any(table.source != "conversations" for table in recipe.data.mixture or (recipe.data,)):
         return
     for kind, keys in PLACEHOLDER_KEYS.items():
         key, number = next(((key, config[key]) for key in keys if isinstance(config.get(key), int)), ("", None))
@@ -255,9 +255,9 @@ def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
     if number is None:
         return None
     listed = (_read(path, "tokenizer.json") or {}).get("added_tokens")
-    added = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    added = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     decoder = _table(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
-    found = next((each for each in added if each.get("id") == number), _table(decoder, str(number))).get("content")
+    found = next((entry for entry in added if entry.get("id") == number), _table(decoder, str(number))).get("content")
     return found if isinstance(found, str) else None
 
 

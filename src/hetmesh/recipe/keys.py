@@ -127,7 +127,7 @@ class _Check:
                 self.refusals.add(f"{where}.{key}: hetmesh has no such key; {elsewhere}")
             elif key not in foreign:
                 table_inside = key.rpartition(".")[0]
-                beside = [each for each in foreign if table_inside and each.rpartition(".")[0] == table_inside]
+                beside = [key for key in foreign if table_inside and key.rpartition(".")[0] == table_inside]
                 self.refusals.add(f"{where}.{key}: {unknown('key', key, beside or fields or foreign)}")
         return kept
 
@@ -155,8 +155,8 @@ def _instead(key: str, value: Any) -> str | None:
 def _flat(table: Mapping[str, Any], fields: Iterable[str], foreign: Iterable[str]) -> Iterable[tuple[str, Any]]:
     """Keys and values; those of tables inside that torchtitan has by names with dots."""
     for key, value in table.items():
-        if isinstance(value, Mapping) and key not in fields and any(each.startswith(f"{key}.") for each in foreign):
-            inside = [each.removeprefix(f"{key}.") for each in foreign if each.startswith(f"{key}.")]
+        if isinstance(value, Mapping) and key not in fields and any(name.startswith(f"{key}.") for name in foreign):
+            inside = [name.removeprefix(f"{key}.") for name in foreign if name.startswith(f"{key}.")]
             yield from ((f"{key}.{name}", each) for name, each in _flat(value, (), inside))
         else:
             yield key, value

@@ -67,7 +67,7 @@ class Recipe(sections.Section):
     @property
     def code_folder(self) -> str | None:
         """The folder of the recipe's file, where it names code (`place_beside`)."""
-        return next((each.folder for each in (self.data, *self.modules.values()) if each.folder is not None), None)
+        return next((table.folder for table in (self.data, *self.modules.values()) if table.folder is not None), None)
 
     def meshes(self) -> Mapping[str, MeshSpec]:
         """Each module's mesh, by module name."""
@@ -162,7 +162,7 @@ def place_beside(recipe: Recipe, folder: str) -> None:
     for module in recipe.modules.values():
         if ":" in module.model:
             module.beside(folder)
-    if any(":" in source for source in (recipe.data.source, *(each.source for each in recipe.data.mixture))):
+    if any(":" in source for source in (recipe.data.source, *(table.source for table in recipe.data.mixture))):
         recipe.data.beside(folder)
 
 

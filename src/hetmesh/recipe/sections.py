@@ -268,7 +268,7 @@ class ActivationCheckpoint(Section):
 
 
 class Compile(Section):
-    """`[compile]`: torch.compile of every block; without a compiler the run goes on uncompiled, and says so."""
+    """`[compile]`: torch.compile of every block; without a compiler the run goes on uncompiled, with a warning."""
 
     enable: bool = False
     components: tuple[Literal["model", "loss"], ...] = ("model",)  # the loss is never compiled
@@ -368,4 +368,4 @@ class Debug(Section):
 
     seed: int = 0  # of weights, of the order of samples and of everything random
     deterministic: bool = False
-    check_replicas: Count = 0  # every so many steps all replicas of parameters are compared; 0: never
+    check_replicas: Count = 0  # steps between comparisons of all replicas of parameters; 0: never

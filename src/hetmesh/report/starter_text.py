@@ -35,7 +35,7 @@ COMMENTS: Mapping[str, str] = {
     "data.source": "random tokens and images: give your own with `hetmesh init DIR --data FOLDER`",
     "data.num_workers": "processes per rank that load samples ahead",
     "data.on_bad_sample": "or skip: leaves out what cannot be read, and counts it",
-    "data.on_no_target": "samples without a word of the assistant's are named and counted; or stop",
+    "data.on_no_target": "samples without an assistant's turn are named and counted; or stop",
     "data.options.path": "conversations",
     "data.options.media_folder": "where relative names of images start",
     "data.options.validation_path": "held-out conversations",

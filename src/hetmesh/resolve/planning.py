@@ -230,7 +230,7 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
     graph = resolve(parse_recipe(text)).graph
     for name in graph.order:
         for field in fields(graph[name]):
-            one, other = (getattr(each[name], field.name) for each in (graph, planned))
+            one, other = (getattr(g[name], field.name) for g in (graph, planned))
             if one != other:
                 raise RecipeError(f"the recipe that was planned gives {name!r} {field.name} {one}, not {other}")
     if (after := _said(parse_recipe(text), plan)) != (before := _said(recipe, plan)):

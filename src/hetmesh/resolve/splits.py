@@ -38,7 +38,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
     """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices.
 
     Raises:
-        RecipeError: it cannot be split, or not into so many stages, with the key.
+        RecipeError: it cannot be split, or not into that many stages, with the key.
     """
     owner, table, options = recipe.wiring.tables[name], layout_table(recipe, name), module_options(recipe, name)
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")

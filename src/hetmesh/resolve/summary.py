@@ -28,10 +28,10 @@ def count_parameters(adapter: Adapter) -> int | None:
 
 
 def drops(recipe: Recipe, name: str, adapter: Adapter) -> bool:
-    """Whether a module draws random numbers while it trains, as far as it says so."""
+    """Whether a module draws random numbers while it trains, as far as its adapter declares it."""
     lora, module = recipe.modules[name].lora, build_on_meta(adapter)
     layers = () if module is None else module.modules()
-    own = adapter.abilities.attention_dropout or any(isinstance(each, DROPOUT) and each.p for each in layers)
+    own = adapter.abilities.attention_dropout or any(isinstance(layer, DROPOUT) and layer.p for layer in layers)
     return bool(own or (lora is not None and lora.dropout))
 
 

@@ -23,7 +23,7 @@ from hetmesh.schedule.three_phase import three_phase
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.
-`microbatches` are the `Routes` of a BatchPlan, or a number: so many in every module, and each feeds its own number."""
+`microbatches` are the `Routes` of a BatchPlan, or a number: as many in every module, each fed by its own number."""
 
 POLICIES: dict[str, Policy] = {
     "sequential": sequential,

@@ -94,7 +94,7 @@ def _filled(
         found += [(refined, names) for refined in _refined(own, caps, found[0][0].makespan)]
     if score is None:
         return schedule(*min(found, key=lambda each: each[0].makespan))
-    return min((schedule(*each) for each in found), key=score)
+    return min((schedule(*order) for order in found), key=score)
 
 
 def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) -> list[Filled]:

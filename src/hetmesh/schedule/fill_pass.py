@@ -100,7 +100,7 @@ def longest_tails(problem: FillProblem, order: Sequence[int]) -> Tails:
         order: any valid one.
     """
     groups = problem.groups
-    after = [[0.0] * len(each) for each in groups]
+    after = [[0.0] * len(group) for group in groups]
     tails: list[tuple[float, ...]] = [()] * len(groups)
     for i in reversed(order):
         tails[i] = tail = tuple(map(sum, zip(problem.seconds[i], after[i], strict=True)))

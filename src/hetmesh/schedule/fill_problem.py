@@ -140,7 +140,7 @@ def _let_go(
     order: Sequence[Action], stages: StageGraph, routes: Routes, training: bool, caps: Mapping[Stage, int]
 ) -> Iterator[tuple[int, tuple[Action, ...]]]:
     """What comes before a forward of the sink's module so that its stage holds no more than its cap, where no backward
-    of its own does: the forwards that read so many microbatches before it."""
+    of its own does: the forwards that read as many microbatches before it."""
     forwards: dict[Stage, list[int]] = {}
     for i, action in enumerate(order):
         stage = action.stage
@@ -149,7 +149,7 @@ def _let_go(
         earlier = forwards.setdefault(stage, [])
         if 0 < caps[stage] <= len(earlier):
             read = readers(stage, earlier[-caps[stage]], stages, routes)
-            yield i, tuple(Action(Kind.FORWARD, *each) for each in read)
+            yield i, tuple(Action(Kind.FORWARD, *reader) for reader in read)
         earlier.append(action.microbatch)
 
 
@@ -205,8 +205,8 @@ def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups
         sets = [{track[rank] for rank in some} for some in given or (stages.ranks_of(stage),)]
         merged: list[set[int]] = []
         for tracks in sets:
-            joined = tracks.union(*(each for each in merged if each & tracks))
-            merged = [each for each in merged if not each & tracks] + [joined]
-        groups[stage] = tuple(sorted(tuple(sorted(each)) for each in merged))
+            joined = tracks.union(*(group for group in merged if group & tracks))
+            merged = [group for group in merged if not group & tracks] + [joined]
+        groups[stage] = tuple(sorted(tuple(sorted(group)) for group in merged))
         places[stage] = tuple(next(i for i, each in enumerate(groups[stage]) if set(each) & tracks) for tracks in sets)
     return groups, places, len(numbers)

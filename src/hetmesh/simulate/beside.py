@@ -39,7 +39,7 @@ class _Work:
 
 @dataclass(eq=False)
 class _Arrival:
-    """What comes so many seconds after some work is over."""
+    """What starts a number of seconds after some work is over."""
 
     work: list[_Work]
     seconds: float
@@ -196,7 +196,7 @@ class BesideRun(Run):
                 continue
             for track in tracks:
                 self._catch_up(track)
-            ready = [self._time(each) for each in after[g]] + [self._finish(w) for w in before if w.track in tracks]
+            ready = [self._time(action) for action in after[g]] + [self._finish(w) for w in before if w.track in tracks]
             start = max([self.free[track] for track in tracks] + ready)
             for track in tracks:
                 self._block(track, start, start + seconds)
@@ -250,7 +250,7 @@ class BesideRun(Run):
 
     def _complete(self, work: _Work) -> None:
         """Run what is first in the stream of a track: in what the track has done so far, and the rest behind it."""
-        ready = max((self._time(each) for each in work.after), default=0.0)
+        ready = max((self._time(action) for action in work.after), default=0.0)
         track = work.track
         past = self.past[track]
         past.add(_IDLE, self.free[track])

@@ -21,7 +21,7 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
     """What `schedule` takes if its actions take what `costs` says.
 
     Each rank runs its own subsequence of the order; an action that involves several ranks starts when all are free.
-    Where `costs.lanes` says so the lanes of a stage start apart, each when its own ranks are free and the rows that it
+    With `costs.lanes` the lanes of a stage start apart, each when its own ranks are free and the rows that it
     gets have come; gradients are summed over all of them.
     A SEND starts at its place in the order of its sender, and takes no time of ranks but of links: every rank's
     outgoing link, and its incoming one of every edge, serve one transfer at a time, in the schedule's order. A RECV

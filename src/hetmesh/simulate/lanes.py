@@ -105,7 +105,7 @@ def merge_equal_replicas(groups: Groups, flows: Flows, costs: Costs) -> Lanes | 
         for i, (stage, g) in enumerate(parts[p]):
             kept[stage].append(g)
             ranks[stage, g] = sorted(r for other in others for r in groups[stage][parts[other][i][1]])
-    if all(len(each) == 1 for each in kept.values()):
+    if all(len(lanes) == 1 for lanes in kept.values()):
         return None
     kept = {stage: sorted(each) for stage, each in kept.items()}
     place = {(stage, g): i for stage, each in kept.items() for i, g in enumerate(each)}
@@ -152,4 +152,4 @@ def _shared(part: Sequence[Node], groups: Groups) -> tuple[tuple[int, ...], ...]
     for i, (stage, g) in enumerate(part):
         for rank in groups[stage][g]:
             held.setdefault(rank, []).append(i)
-    return tuple(sorted({tuple(each) for each in held.values()}))
+    return tuple(sorted({tuple(lanes) for lanes in held.values()}))

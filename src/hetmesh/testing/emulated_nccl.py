@@ -62,7 +62,7 @@ class EmulatedNccl(Nccl):
     Args:
         patience: seconds until a rendezvous or a work is an error, counted from posting; None: the timeout of process
             groups, when NCCL would end the process.
-        delay: each batch waits up to so many seconds before it begins, at random.
+        delay: each batch waits up to this many seconds before it begins, at random.
         seed: of the delays.
         chooses_as: the backend whose costs and abilities count where transports are chosen: with "gloo" nearly all
             goes by messages.
@@ -138,7 +138,7 @@ class EmulatedNccl(Nccl):
 
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
         """See `Backend.posted`. Collectives are gloo's own: it gives up by itself, and some never count as over."""
-        super().posted([each for each in works if isinstance(each[1], EmulatedWork)], watchdog, what)
+        super().posted([work for work in works if isinstance(work[1], EmulatedWork)], watchdog, what)
 
     def group_timeout(self, timeout: float) -> timedelta:
         limit = super().group_timeout(timeout)

@@ -105,7 +105,7 @@ class PermuteRows:
 
 
 class _Wrapped:
-    """An adapter that behaves like another except where a fault says so."""
+    """An adapter that behaves like another except for its fault."""
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter

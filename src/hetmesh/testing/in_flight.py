@@ -96,8 +96,8 @@ class InFlight(TorchDispatchMode):
         return seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(each is not Tensor and each is not nn.Parameter for each in types):
-            if any(issubclass(each, FakeTensor) for each in types):
+        if any(kind is not Tensor and kind is not nn.Parameter for kind in types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **(kwargs or {}))  # shapes alone: DTensor works out what an operation gives
             return NotImplemented  # it comes again, with what is inside
         kwargs = kwargs or {}

@@ -79,7 +79,7 @@ def _no_singles() -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-            return function(*(torch.float64 if each is torch.float32 else each for each in args), **kwargs)
+            return function(*(torch.float64 if argument is torch.float32 else argument for argument in args), **kwargs)
 
         return call
 

@@ -23,7 +23,7 @@ class RandomMedia:
         kinds: kind of media -> raw shape of its items.
         same: kind -> another kind whose very items it repeats (for one encoder that feeds two placeholders).
         max_items: most items per kind and sample.
-        items: exactly so many instead, for runs where every sample must have the same rows.
+        items: exactly this many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
         choices: kind -> shapes and sizes (`MediaItem.size`), one of which each item has instead of that in `kinds`.

@@ -218,4 +218,4 @@ def _of_all_kinds(source: QuestionSource, kinds: Sequence[str]) -> list[int]:
         fits = {i: max(map(len, source.picture(i).splitlines()), default=0) <= _COLUMNS for i in queue}
         queues[kind] = sorted(queue, key=lambda i: not fits[i])
     rounds = itertools.zip_longest(*queues.values())
-    return [i for each in rounds for i in each if i is not None]
+    return [i for indices in rounds for i in indices if i is not None]

@@ -195,7 +195,7 @@ class ExpertPlacement:
         """Go on from a `state`, which may be of another layout, once experts are loaded in the places of their numbers.
         Collective."""
         for name in [name for name in self.every if name in saved]:
-            self._bring({name: [tuple(each) for each in saved[name]["placements"]]}, optimizers)
+            self._bring({name: [tuple(placement) for placement in saved[name]["placements"]]}, optimizers)
             if self.world.rank == 0:  # the others' shares are in its sums
                 rows = self.loads.rows(self._noted)[name]
                 rows[:, 1:] = torch.tensor(saved[name]["tokens"], dtype=torch.float64)

@@ -16,7 +16,7 @@ _SHOWN = 8  # ranks
 
 
 class NonFiniteSteps:
-    """Counts those of one run, and ends it where `[training]` says so: with `on_non_finite = "stop"` at the first, with
+    """Counts those of one run, and ends it as `[training]` asks: with `on_non_finite = "stop"` at the first, with
     "skip" where more than `max_consecutive_non_finite` follow each other (as `max_consecutive_errors` of optax's
     `apply_if_finite`, which then takes the next one).
 

@@ -115,7 +115,7 @@ def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
     for i, size in enumerate(sizes):
         held_out = 0 < i < len(sizes) - 1 and (len(sizes) - 1 - i) % 2 == 1
         chosen = (by_length[:size], by_length[-size:], pool[i * size : (i + 1) * size] or pool[:size])
-        shapes += [ShapeOf(tuple(each), held_out) for each in chosen]
+        shapes += [ShapeOf(tuple(shape), held_out) for shape in chosen]
     return shapes
 
 

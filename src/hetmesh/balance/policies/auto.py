@@ -41,7 +41,7 @@ def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignm
             smaller = not loads.pads and _largest(loads, found) < SMALLER_PEAK_SHARE * _largest(loads, trial.best)
             if trial.add(found, smaller):
                 slots, bins = with_windows(slots, windows), found_bins
-    even = not loads.pads and max(each.over_mean for each in spread(loads, trial.best).values()) <= EVEN_RATIO
+    even = not loads.pads and max(ratio.over_mean for ratio in spread(loads, trial.best).values()) <= EVEN_RATIO
     if score is not None or not even:
         for make in _others(loads, slots, bins, trial.best):
             with suppress(GraphError):  # a cap that this one cannot keep

@@ -43,7 +43,7 @@ ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Resize, crop to the centre, scale and normalise, each if the directory says so.
+    """Resize, crop to the centre, scale and normalise, each if the directory has it on.
 
     Attributes:
         resize: `(height, width)`, or the length of the shorter edge, or a number of pixels, or None to leave images as

@@ -94,8 +94,8 @@ def _of_class(kind: str) -> tuple[dict[str, Any], str]:
     names = ("default_to_square", *found.valid_kwargs.__annotations__)
     values = {name: value for name in names if (value := getattr(found, name, None)) is not None}
     steps = dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), False)
-    bases = [each for each in found.__mro__ if each.__module__.startswith("transformers.models.")]
-    own = sorted(STEPS.intersection(name for each in bases for name in vars(each)))
+    bases = [base for base in found.__mro__ if base.__module__.startswith("transformers.models.")]
+    own = sorted(STEPS.intersection(name for base in bases for name in vars(base)))
     strange = f"{kind} has steps of its own ({', '.join(own)}), which hetmesh does not know"
     return {**steps, **values}, strange if own and base not in FOLLOWED else ""
 

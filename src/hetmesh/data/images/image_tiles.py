@@ -180,7 +180,7 @@ def tiling_of(config: Mapping[str, Any], size: object, cuts: bool | None, where:
         return Crops(size[0], size[1], least, most) if most > 1 else None
     given = config.get("image_grid_pinpoints")
     side = size[0] * MAX_TILES
-    if not isinstance(given, list) or not given or not all(_is_resolution(each, side) for each in given):
+    if not isinstance(given, list) or not given or not all(_is_resolution(resolution, side) for resolution in given):
         raise RecipeError(f"{where}: image_grid_pinpoints must be a list of [height, width], each up to {side}")
     return AnyResolution(size[0], tuple((h, w) for h, w in given))
 

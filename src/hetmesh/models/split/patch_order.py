@@ -89,4 +89,4 @@ def _image_processors(model_type: str) -> Mapping[str, str]:
     if model_type in of_images or model_type not in of_both:
         return of_images.get(model_type, {})
     like = [of_images[each] for each, name in of_both.items() if name == of_both[model_type] and each in of_images]
-    return like[0] if like and all(each == like[0] for each in like) else {}
+    return like[0] if like and all(options == like[0] for options in like) else {}

@@ -216,5 +216,5 @@ class Initial:
             rows = values[max(first - start, 0) : last - start]
             parts.append(rows[(slice(None), *at[1:])] if at else rows[0])
         if not parts:
-            return torch.empty([each.stop - each.start for each in at], dtype=self.dtype)
+            return torch.empty([piece.stop - piece.start for piece in at], dtype=self.dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

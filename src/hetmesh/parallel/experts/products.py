@@ -66,7 +66,7 @@ def _on_device(a: Tensor, b: Tensor) -> bool:
     """Whether the device's own kernel takes these: CUDA from Ampere on, bf16, rows of whole 16 bytes."""
     if a.device.type != "cuda" or a.dtype != torch.bfloat16 or grouped_mm is None or not len(a):
         return False
-    aligned = all(size % 8 == 0 for each in (a, b) for size in each.shape[1:])
+    aligned = all(size % 8 == 0 for matrix in (a, b) for size in matrix.shape[1:])
     return aligned and torch.cuda.get_device_capability(a.device) >= (8, 0)
 
 
