@@ -46,8 +46,8 @@ def splits_tokens(recipe: Recipe, name: str) -> bool:
 
 
 def packs(recipe: Recipe, name: str) -> bool:
-    """Whether the samples of a lane lie in one row: in the sink, if the recipe asks for it, if ranks share its tokens, or
-    if its mask is one that only hetmesh's own attention knows."""
+    """Whether the samples of a lane lie in one row: in the sink, if the recipe asks for it, if ranks share its tokens,
+    or if its mask is one that only hetmesh's own attention knows."""
     shared = recipe.wiring.meshes[name].axis_size("cp") > 1
     return packs_anyway(recipe, name) or (name == recipe.sink and shared)
 

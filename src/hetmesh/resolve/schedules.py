@@ -17,9 +17,9 @@ from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
 
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
-    """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of that number of microbatches
-    in every module; `bubble_fill` with nominal durations, and with `bubble_fill_in_flight` raised where these routes need
-    more."""
+    """The schedule that `recipe` asks for, of a step with the `routes` of its BatchPlan, or of that number of
+    microbatches in every module; `bubble_fill` with nominal durations, and with `bubble_fill_in_flight` raised where
+    these routes need more."""
     return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, training, schedule_options(recipe))
 
 
