@@ -18,56 +18,22 @@ if TYPE_CHECKING:
     from hetmesh.training.pipeline import Part, Pipeline
 
 _HOMES = {
-    "Job": "hetmesh.training.job",
-    "Layout": "hetmesh.layout",
-    "MeshSpec": "hetmesh.layout",
-    "Part": "hetmesh.training.pipeline",
-    "Pipeline": "hetmesh.training.pipeline",
-    "Recipe": "hetmesh.recipe.recipe",
-    "RowSplit": "hetmesh.layout",
-    "TransferPlan": "hetmesh.layout",
-    "World": "hetmesh.boundary",
-    "abandon": "hetmesh.boundary",
-    "backward": "hetmesh.boundary",
-    "device_mesh": "hetmesh.boundary",
-    "init": "hetmesh.boundary",
-    "launch": "hetmesh.cli.launch",
-    "load_recipe": "hetmesh.recipe.recipe",
-    "open_job": "hetmesh.api",
-    "parse_recipe": "hetmesh.recipe.recipe",
-    "plan_transfer": "hetmesh.layout",
-    "redistribute": "hetmesh.boundary",
-    "sum_over_shards": "hetmesh.parallel",
-    "train": "hetmesh.api",
+    "hetmesh.api": ("open_job", "train"),
+    "hetmesh.boundary": ("World", "abandon", "backward", "device_mesh", "init", "redistribute"),
+    "hetmesh.cli.launch": ("launch",),
+    "hetmesh.layout": ("Layout", "MeshSpec", "RowSplit", "TransferPlan", "plan_transfer"),
+    "hetmesh.parallel": ("sum_over_shards",),
+    "hetmesh.recipe.recipe": ("Recipe", "load_recipe", "parse_recipe"),
+    "hetmesh.training.job": ("Job",),
+    "hetmesh.training.pipeline": ("Part", "Pipeline"),
 }
 
-__all__ = [
-    "Job",
-    "Layout",
-    "MeshSpec",
-    "Part",
-    "Pipeline",
-    "Recipe",
-    "RowSplit",
-    "TransferPlan",
-    "World",
-    "abandon",
-    "backward",
-    "device_mesh",
-    "init",
-    "launch",
-    "load_recipe",
-    "open_job",
-    "parse_recipe",
-    "plan_transfer",
-    "redistribute",
-    "sum_over_shards",
-    "train",
-]
+__all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use: a mistyped recipe should not wait for torch.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module 'hetmesh' has no attribute {name!r}")

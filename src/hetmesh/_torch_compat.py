@@ -11,50 +11,19 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo as not_compiled  # torch.compiler.disable imports the compiler at once
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = [
-    "PROFILER_OPS",
-    "REENTRANT",
-    "FakeTensor",
-    "FakeTensorMode",
-    "StridedShard",
-    "TorchDispatchMode",
-    "all_gather_single",
-    "averaged_over",
-    "cpu_flash_attention",
-    "cpu_flash_attention_backward",
-    "default_store",
-    "fake_mode_in_use",
-    "fake_process_group",
-    "finished_work",
-    "fsdp_groups",
-    "graph_nodes",
-    "grouped_mm",
-    "implement",
-    "not_compiled",
-    "one_gloo_device",
-    "python_device",
-    "reduce_scatter_single",
-    "seeded_generator",
-    "set_group_timeout",
-    "shared_buffer",
-    "split_backward",
-    "storage_info",
-    "tensors_made_on_host",
-    "tree_leaves",
-    "tree_map_only",
-    "trunc_normal_calls",
-    "without_autocast",
-    "without_modes",
-    "without_zip_checksums",
-]
+StridedShard = _StridedShard
+not_compiled = _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
