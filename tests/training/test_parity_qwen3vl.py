@@ -261,7 +261,7 @@ def test_patches_are_those_of_transformers():
     )
     expected = processor(images=[image], return_tensors="pt", input_data_format="channels_first")
     meta = SampleMeta("a", 9, (MediaItem("image", (3, 16, 24), 0, adapter.item_rows((3, 16, 24))),))
-    given = adapter.collate([SimpleNamespace(media={"image": [image]})], [meta])
+    given = adapter.collate([SimpleNamespace(id="a", media={"image": [image]})], [meta])
     torch.testing.assert_close(given["patches"], expected["pixel_values"])
     assert given["grid_thw"].tolist() == expected["image_grid_thw"].tolist()
 
