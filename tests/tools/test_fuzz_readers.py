@@ -12,6 +12,7 @@ import resource
 import shutil
 import tarfile
 import zipfile
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,25 @@ def test_checkpoints_run_no_code_and_stay_in_their_folder(load, tmp_path):
     dcp.save({"extra": opens}, checkpoint_id=evil, no_dist=True)
     with pytest.raises(dcp.CheckpointException, match=r"[Ww]eights.only"):
         dcp.load({"extra": 0}, storage_reader=Reader(evil), planner=Planner(), no_dist=True)
+
+
+class PicklerOfPython311(pickle.Pickler):
+    """Members of enums as Python 3.11.0 to 3.11.3 pickle them: by `getattr`."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_checkpoints_of_early_python_3_11_are_read(tmp_path):
+    dcp.save({"model.a": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = Reader(tmp_path).read_metadata()
+    with (tmp_path / METADATA).open("wb") as file:
+        PicklerOfPython311(file).dump(metadata)
+    assert b"getattr" in (tmp_path / METADATA).read_bytes()
+    assert Reader(tmp_path).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    (tmp_path / METADATA).write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nX\x05\x00\x00\x00numeltR.")
+    with pytest.raises(pickle.UnpicklingError, match=r"numel of .*Size"):
+        Reader(tmp_path).read_metadata()
 
 
 def test_nothing_foreign_is_unpickled():

@@ -10,6 +10,7 @@ import pickle
 import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,15 @@ class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # by which Python before 3.11.4 pickles members of an enum
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"it names {name} of {kind}, which no index needs")
 
 
 _DCP = "torch.distributed.checkpoint.metadata"
