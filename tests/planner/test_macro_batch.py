@@ -53,17 +53,23 @@ def test_e2_on_stationary_data_what_is_certified_parts_ranks_as_other_samples_do
     assert (others == found.split).all(1).mean() > 0.8
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7, 9, 10, 11])  # by chance some drift is missed, or seen
-def test_e2_drifting_data_are_refused_and_what_drifts_is_named(seed):
-    work, modules = run_of("mixture", seed)
-    found = certify(work, modules, 16)
-    assert found.samples == 0
-    assert found.drifts
-    for each in found.drifts:
-        if each.measure == PER_SAMPLE:  # images from 41 to 55% of the samples
-            assert (each.here < each.elsewhere) == (each.place[0] < 0.5)
-    still, _ = run_of("mixture", seed, drift=False)
-    assert find_drifts(still, modules) == []
+def test_e2_drifting_data_are_refused_and_what_drifts_is_named():
+    """By chance some drift is missed (34 of 1,000 runs), or seen where there is none (9 of 1,000; `DRIFT_ALPHA`)."""
+    seeds = range(200)
+    missed, false_alarms = [], []
+    for seed in seeds:
+        work, modules = run_of("mixture", seed)
+        certificate = certify(work, modules, 16)
+        assert not (certificate.drifts and certificate.samples)
+        per_sample = [drift for drift in certificate.drifts if drift.measure == PER_SAMPLE]
+        # Images grow from 41 to 55% of the samples.
+        if not certificate.drifts or any((d.here < d.elsewhere) != (d.place[0] < 0.5) for d in per_sample):
+            missed.append(seed)
+        still, _ = run_of("mixture", seed, drift=False)
+        if find_drifts(still, modules):
+            false_alarms.append(seed)
+    assert len(missed) <= 0.06 * len(seeds)
+    assert len(false_alarms) <= 0.03 * len(seeds)
 
 
 def test_what_drifts_is_said_with_its_place_and_both_values():
