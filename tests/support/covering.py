@@ -14,7 +14,10 @@ CANDIDATES = 20
 
 
 def covering_rows(
-    factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True, strength: int = 2
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool] = lambda row: True,
+    strength: int = 2,
+    together: Sequence[tuple[str, ...]] = (),
 ) -> list[Row]:
     """Rows such that any `strength` values of different factors that a row can hold together are together in one.
 
@@ -23,18 +26,24 @@ def covering_rows(
 
     Args:
         allowed: whether values may be together, of any part of a row; a part of what is allowed is allowed.
+        together: further factors of which every combination is to be in a row.
     """
     chance = random.Random(0)
+    wanted = [*combinations(factors, strength), *together]
+    wanted_of = {name: [names for names in wanted if name in names] for name in factors}
     missing = {
         frozenset(zip(names, values, strict=True)): None
-        for names in combinations(factors, strength)
+        for names in wanted
         for values in product(*(factors[name] for name in names))
     }
 
+    def held(row: Row, some: Sequence[tuple[str, ...]]) -> list[frozenset[tuple[str, Any]]]:
+        """Combinations of `some` factors that are in a row."""
+        return [frozenset((name, row[name]) for name in names) for names in some if row.keys() >= {*names}]
+
     def gain(row: Row) -> int:
         """Missing combinations that hold the last value of a row."""
-        *others, last = row.items()
-        return sum(frozenset((*some, last)) in missing for some in combinations(others, strength - 1))
+        return sum(each in missing for each in held(row, wanted_of[next(reversed(row))]))
 
     def completed(row: Row, left: Sequence[str]) -> Row | None:
         if not left:
@@ -53,12 +62,8 @@ def covering_rows(
         if not found:  # no row holds it
             del missing[frozenset(first.items())]
             continue
-        best = max(found, key=lambda row: sum(held in missing for held in _held(row, strength)))
-        for held in _held(best, strength):
-            missing.pop(held, None)
+        best = max(found, key=lambda row: sum(each in missing for each in held(row, wanted)))
+        for each in held(best, wanted):
+            missing.pop(each, None)
         rows.append({name: best[name] for name in factors})
     return rows
-
-
-def _held(row: Row, strength: int) -> list[frozenset[tuple[str, Any]]]:
-    return [frozenset(some) for some in combinations(row.items(), strength)]

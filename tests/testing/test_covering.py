@@ -29,6 +29,11 @@ def test_every_combination_that_a_row_can_hold_is_in_one(strength):
     assert rows == covering_rows(FACTORS, allowed, strength)
 
 
+def test_some_factors_are_in_rows_in_every_combination():
+    rows = covering_rows(FACTORS, together=[("a", "b", "c")])
+    assert {(row["a"], row["b"], row["c"]) for row in rows} == {*product(*(FACTORS[name] for name in "abc"))}
+
+
 def test_what_no_row_can_hold_is_left_out():
     rows = covering_rows({"a": (0, 1), "b": (0, 1), "c": (0,)}, lambda row: row.get("a") != 1 or row.get("c") is None)
     assert {(row["a"], row["b"]) for row in rows} == {(0, 0), (0, 1)}

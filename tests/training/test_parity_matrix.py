@@ -126,7 +126,12 @@ def name(row):
     return ", ".join([*words, *(f"{row[key]} {key}" for key in ("context", "encoders") if row[key] == 2)])
 
 
-ROWS = [pytest.param(number, row, id=name(row)) for number, row in enumerate(covering_rows(FACTORS, allowed))]
+SUMMED = ("llm", "context", "experts")
+"""Factors that decide together over which axes a gradient is summed, and how."""
+ROWS = [
+    pytest.param(number, row, id=name(row))
+    for number, row in enumerate(covering_rows(FACTORS, allowed, together=[SUMMED]))
+]
 
 
 @pytest.mark.parametrize(("number", "row"), ROWS)
