@@ -135,21 +135,21 @@ def one_per_replica(layout):
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=800)
 @given(strategies.layout_pairs(8))
 def test_random_pairs(pair):
     check_everything(pair)
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(strategies.layout_pairs(4, max_axes=2, max_side=5))
 def test_random_small_pairs(pair):
     check_everything(pair)
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=900)
 @given(strategies.layout_pairs(12, max_axes=4, max_side=12))
 def test_random_large_pairs(pair):
     check_everything(pair)
