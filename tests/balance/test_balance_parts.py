@@ -40,6 +40,13 @@ def test_longest_first_takes_everybody_once_and_deals_a_round_each():
     assert totals.max() / totals.min() < 1.5
 
 
+def test_longest_first_deals_the_weightiest_samples_first_and_to_the_emptiest_bins():
+    load = np.array([[3], [9], [1], [5], [7], [2]])
+    bins = longest_first(load, 3, 2)
+    assert load[bins[:, 0], 0].tolist() == [9, 7, 5] == sorted(load[bins[:, 0], 0].tolist(), reverse=True)
+    assert load[bins, 0].sum(1).tolist() == [10, 9, 8]
+
+
 def test_a_permutation_is_fixed_and_depends_on_its_seed():
     assert scrambled(8, 0).tolist() == [3, 5, 7, 4, 1, 2, 6, 0]
     assert sorted(scrambled(1000, 5).tolist()) == list(range(1000))
