@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
-from hetmesh.boundary.transport import choose
+from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -19,7 +19,7 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule, peaks_in_flight
 from hetmesh.simulate import peak_rows
 
-LINKS = ("gloo", "nccl")  # backends that may carry messages
+LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one host, or a backend
 CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
 
 
