@@ -50,13 +50,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
-    from hetmesh.resolve.planning import (
-        batches_to_simulate,
-        not_kept,
-        planned_text,
-        recipe_macro_batch,
-        recipe_problem,
-    )
+    from hetmesh.resolve.planning import batches_to_simulate, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)

@@ -234,11 +234,7 @@ def check(
 
 
 def run_as(
-    rank: int,
-    recipe: Recipe,
-    steps: int,
-    fault: Callable[[Job], None] | None = None,
-    policy: Policy | None = None,
+    rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None, policy: Policy | None = None
 ) -> Outcome:
     """`run` in worker `rank` of a `WorkerPool`."""
     return run(recipe, World.current(), steps, fault=fault, policy=policy)
