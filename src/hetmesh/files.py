@@ -35,10 +35,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
     """Write `to_json(value)` to `path`; whoever reads meanwhile, or after a kill, finds the old file or the new one.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    Raises OutputError: it cannot be written."""
     path = Path(path)
     with writing(path):
         temporary = path.with_name(path.name + ".part")
@@ -47,11 +44,8 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
 
 
 def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """A file to read.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe or device, whose opening or reading may never end.
-    """
+    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, whose opening or reading may never
+    end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     return open(path, "rb", buffering)
@@ -78,11 +72,8 @@ def read_text(path: str | Path) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says.
-
-    Raises:
-        ValueError: it is none, is nested too deep, or holds numbers of thousands of digits.
-    """
+    """What a TOML text says. Raises ValueError: it is none, is nested too deep, or holds numbers of thousands of
+    digits."""
     try:
         return tomli.loads(text)
     except RecursionError as error:

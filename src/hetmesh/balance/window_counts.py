@@ -93,11 +93,7 @@ def _rough_length(loads: BatchLoads, slots: Slots, score: Score) -> float:
 
 
 def rough_assignment(loads: BatchLoads, slots: Slots) -> Assignment:
-    """The longest first, and no exchanges.
-
-    Raises:
-        GraphError: no way was found to keep a cap.
-    """
+    """The longest first, and no exchanges. Raises GraphError: no way was found to keep a cap."""
     blocks = BatchBlocks(slots)
     table = longest_first(blocks.normalised(loads), blocks.count, -(-len(loads) // blocks.count) + SPARE_PLACES)
     return from_blocks(loads, slots, from_table(table, len(loads)), policy="longest first")

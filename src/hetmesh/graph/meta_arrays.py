@@ -165,11 +165,7 @@ class MetaArrays(Sequence[SampleMeta]):
         return MetaArrays(*columns, self.names[names], name_ends, unreadable, rows, self.position_ids, given)
 
     def meta(self, index: int) -> SampleMeta:
-        """That of one sample.
-
-        Raises:
-            SampleError: it cannot be read.
-        """
+        """That of one sample. Raises SampleError: it cannot be read."""
         if index in self.unreadable:
             raise SampleError(self.unreadable[index])
         if self.given:

@@ -172,11 +172,8 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules with one sink (the module that computes the loss).
-
-    Raises:
-        GraphError: unknown or repeated names, a cycle, or not exactly one sink.
-    """
+    """A DAG of modules with one sink (the module that computes the loss). Raises GraphError: unknown or repeated names,
+    a cycle, or not exactly one sink."""
 
     modules: tuple[ModuleSpec, ...]
     boundaries: tuple[BoundarySpec, ...] = ()

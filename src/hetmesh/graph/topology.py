@@ -43,11 +43,8 @@ def output_key(module: str, output: str = "") -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """A DAG of module names with one sink (the module that computes the loss).
-
-    Raises:
-        GraphError: unknown or repeated names, a cycle, or not exactly one sink.
-    """
+    """A DAG of module names with one sink (the module that computes the loss). Raises GraphError: unknown or repeated
+    names, a cycle, or not exactly one sink."""
 
     names: tuple[str, ...]
     boundaries: tuple[BoundarySpec, ...] = ()

@@ -45,11 +45,8 @@ class Estimator:
         self._known: dict[tuple, ModuleEstimate] = {}
 
     def estimate(self, plan: LayoutPlan) -> tuple[float, int]:
-        """Seconds of a step and bytes of the rank that holds most, both rough.
-
-        Raises:
-            HetmeshError: the candidate cannot be laid out so.
-        """
+        """Seconds of a step and bytes of the rank that holds most, both rough. Raises HetmeshError: the candidate
+        cannot be laid out so."""
         problem, (*encoders, name) = self.problem, self.problem.own
         own = plan.modules[name]
         microbatches = problem.global_batch_size // (own.lanes * plan.microbatch_size)

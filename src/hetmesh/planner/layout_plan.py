@@ -103,11 +103,8 @@ class LayoutPlan:
 
 
 def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
-    """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost.
-
-    Raises:
-        GraphError, RecipeError: it cannot be cut so.
-    """
+    """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost. Raises GraphError,
+    RecipeError: it cannot be cut so."""
     graph, meshes = problem.graph, {name: module.mesh for name, module in plan.modules.items()}
     specs: dict[str, ModuleSpec] = {}
     for name in reversed(graph.order):  # consumers first

@@ -27,11 +27,8 @@ PLACEHOLDER_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` with what its `[model] hf_path` stands for; as it is without one.
-
-    Raises:
-        RecipeError: the directory is none, its config.json describes no multimodal model, or one that is refused.
-    """
+    """`raw` with what its `[model] hf_path` stands for; as it is without one. Raises RecipeError: the directory is
+    none, its config.json describes no multimodal model, or one that is refused."""
     table = raw.get(SECTION)
     path = table.get(KEY) if isinstance(table, Mapping) else None
     if not isinstance(path, str):  # without a value, or with one that is refused by its type
@@ -201,11 +198,8 @@ def positions_of(path: str) -> int | None:
 
 
 def synthetic_options(path: str) -> dict[str, Any]:
-    """Options of the source `synthetic` that suit the LLM and the tower of a directory.
-
-    Raises:
-        RecipeError: its config.json does not say enough.
-    """
+    """Options of the source `synthetic` that suit the LLM and the tower of a directory. Raises RecipeError: its
+    config.json does not say enough."""
     config = _read(path, "config.json") or {}
     text, vision = _table(config, "text_config"), _table(config, "vision_config")
     token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)

@@ -140,12 +140,8 @@ class Wiring:
 
 
 def wiring(recipe: Recipe) -> Wiring:
-    """The wiring of `recipe`.
-
-    Raises:
-        RecipeError: all of this that holds: the boundaries make no graph with one sink, `at` or `media` is missing or
-            out of place, or ranks and degrees do not fit.
-    """
+    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one sink,
+    `at` or `media` is missing or out of place, or ranks and degrees do not fit."""
     boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
     try:
         topology = Topology(tuple(recipe.modules), boundaries)

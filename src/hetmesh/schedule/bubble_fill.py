@@ -137,11 +137,7 @@ def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    """The schedule of the sink's module alone.
-
-    Raises:
-        ScheduleError: there is no such inner schedule.
-    """
+    """The schedule of the sink's module alone. Raises ScheduleError: there is no such inner schedule."""
     if options.inner not in INNER_SCHEDULES:
         valid = ", ".join(INNER_SCHEDULES)
         raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {valid}")

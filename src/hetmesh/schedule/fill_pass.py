@@ -153,11 +153,8 @@ class _Pass:
         self.path: dict[int, None] = {}  # from a goal to what has to come first
 
     def run(self) -> Filled:
-        """Until everything is in the order.
-
-        Raises:
-            ScheduleError: a stage may not hold as many microbatches as the order of the sink's module needs.
-        """
+        """Until everything is in the order. Raises ScheduleError: a stage may not hold as many microbatches as the
+        order of the sink's module needs."""
         problem, count = self.problem, len(self.problem.actions)
         following, wanted = 0, problem.backwards
         while len(self.order) < count:

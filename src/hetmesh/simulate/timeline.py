@@ -178,11 +178,7 @@ class Timeline:
         )
 
     def track_of(self, rank: int) -> int:
-        """The track of `rank`.
-
-        Raises:
-            GraphError: no stage is on `rank`.
-        """
+        """The track of `rank`. Raises GraphError: no stage is on `rank`."""
         if rank not in self._track_of:
             raise GraphError(f"timeline: no work on rank {rank}")
         return self._track_of[rank]
@@ -215,11 +211,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Timeline:
-        """What `as_json` made.
-
-        Raises:
-            GraphError: a part is missing or has another form.
-        """
+        """What `as_json` made. Raises GraphError: a part is missing or has another form."""
         try:
             found = cls(
                 tuple(tuple(int(rank) for rank in ranks) for ranks in value["rows"]),

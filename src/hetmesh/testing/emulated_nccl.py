@@ -92,12 +92,8 @@ class EmulatedNccl(Nccl):
     def post(
         self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Group, what: object
     ) -> tuple[Posted, Posted]:
-        """One batch at the end of the communicator's queue; see `Backend.post`.
-
-        Raises:
-            EmulatedError: ranks do not come to the rendezvous of a communicator that does not exist yet, or something
-                posted on it before has failed.
-        """
+        """One batch at the end of the communicator's queue; see `Backend.post`. Raises EmulatedError: ranks do not come
+        to the rendezvous of a communicator that does not exist yet, or something posted on it before has failed."""
         parts = [HalfMessage.receive(peer, buffer) for peer, buffer in receives]
         parts += [HalfMessage.send(peer, buffer) for peer, buffer in sends]
         return ([(None, self._put(Batch(parts, tag, str(what)), group))] if parts else []), []
@@ -277,11 +273,8 @@ class EmulatedWork:
         return over
 
     def deliver(self) -> None:
-        """Block until it is over and put what came into its buffers.
-
-        Raises:
-            EmulatedError: it failed, or somebody wrote to its buffers while it was in flight.
-        """
+        """Block until it is over and put what came into its buffers. Raises EmulatedError: it failed, or somebody wrote
+        to its buffers while it was in flight."""
         if not self._delivered:
             self._delivered = True
             self._backend._state.in_flight.remove(self)

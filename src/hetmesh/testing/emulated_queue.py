@@ -122,11 +122,8 @@ class Queue:
         self._thread: threading.Thread | None = None
 
     def rendezvous(self, batch: Batch) -> None:
-        """Make the communicator, for which all its ranks must come; the host waits.
-
-        Raises:
-            EmulatedError: some do not.
-        """
+        """Make the communicator, for which all its ranks must come; the host waits. Raises EmulatedError: some do
+        not."""
         store, key = default_store(), f"{self._prefix} rank "
         store.set(f"{key}{self._rank}", batch.what)
         if absent := missing(store, key, self._ranks, batch.posted + self._limit):
