@@ -1,4 +1,4 @@
-"""Balancing: samples to lanes and microbatches, as pure functions of metadata. One file per policy."""
+"""Balancing: samples to lanes and microbatches, as pure functions of metadata."""
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.batch_plan import BatchPlan, Lanes

@@ -12,9 +12,8 @@ from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells, cut
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.layout.intervals import Intervals, check_shape, extent
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.layout.numbers import check_shape
 from hetmesh.layout.placements import Placement, RowSplit, check_placements, sharded_dim
 
 
