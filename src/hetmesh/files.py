@@ -104,8 +104,8 @@ def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEEPEST):
-        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [each for some in inside for each in some if isinstance(each, dict | list)]
+        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [node for nodes in inside for node in nodes if isinstance(node, dict | list)]
         if not level:
             return
     raise ValueError(f"it is nested more than {DEEPEST} levels deep")
@@ -136,7 +136,7 @@ def _real(folder: str) -> str:
 @lru_cache(maxsize=64)
 def _roots(folder: str) -> tuple[str, ...]:
     real = Path(os.path.realpath(folder))
-    cached = [each.parent / "blobs" for each in (real, *real.parents) if each.name == "snapshots"]
+    cached = [parent.parent / "blobs" for parent in (real, *real.parents) if parent.name == "snapshots"]
     return tuple(os.path.join(root, "") for root in (real, *cached))
 
 
@@ -178,5 +178,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

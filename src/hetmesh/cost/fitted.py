@@ -176,8 +176,8 @@ def fit(
 ) -> Profile:
     """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`."""
     grouped: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
-    for each in observations:
-        grouped[each.kind][each.part].append(each)
+    for observation in observations:
+        grouped[observation.kind][observation.part].append(observation)
     for kind, found in grouped.items():
         if missing := [part for part in PARTS if part not in found]:
             raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")

@@ -109,10 +109,8 @@ def processor_of(path: str, model_type: str) -> str:
     """The name of a directory's processor class, as transformers finds it; empty where nothing says."""
     combined = _read(path, "processor_config.json") or {}
     tables = [combined]
-    for name, nested in (
-        ("preprocessor_config.json", "image_processor"),
-        ("video_preprocessor_config.json", "video_processor"),
-    ):
+    files = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+    for name, nested in files.items():
         if _is_file(path, name):
             tables.append(_read(path, name) if combined.get(nested) is None else _table(combined, nested))
             break

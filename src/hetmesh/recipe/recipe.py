@@ -290,11 +290,12 @@ def _merge_flat(parallelism: Mapping[str, Any], modules: Mapping[str, Any]) -> d
 def _messages(error: ValidationError) -> list[str]:
     """pydantic's complaints in our words: key, what was given, what is valid."""
     said = []
-    for each in error.errors():
+    for complaint in error.errors():
         key = ""
-        for part in each["loc"]:
+        for part in complaint["loc"]:
             key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
         key = key.replace("parallelism.modules.", "parallelism.", 1)
-        says = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        said.append(f"{key} is missing" if each["type"] == "missing" else f"{key} = {each['input']!r}: {says}")
+        says = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        missing = complaint["type"] == "missing"
+        said.append(f"{key} is missing" if missing else f"{key} = {complaint['input']!r}: {says}")
     return said

@@ -12,7 +12,6 @@ from hetmesh.schedule.schedule import (
     Schedule,
     dependencies,
     holding,
-    peak_in_flight,
     peaks_in_flight,
     required,
     takes_part,

@@ -131,6 +131,10 @@ class Schedule:
         held = {stage for stage in self.stages.stages if rank in self.stages.ranks_of(stage)}
         return tuple(action for action in self.actions if takes_part(action, held))
 
+    def peaks_in_flight(self) -> dict[Stage, int]:
+        """Per stage, the most microbatches that it holds at a time."""
+        return peaks_in_flight(self.actions, self.stages, self.routes, self.training, self.split)
+
 
 def takes_part(action: Action, held: frozenset[Stage] | set[Stage] | Mapping[Stage, object]) -> bool:
     """Whether a rank that holds the stages `held` takes part in `action`."""
@@ -266,12 +270,6 @@ def peaks_in_flight(
     return most
 
 
-def peak_in_flight(schedule: Schedule, stage: Stage) -> int:
-    """The most microbatches that `stage` holds at a time: see `Schedule.in_flight`."""
-    s = schedule
-    return peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)[stage]
-
-
 def validate(schedule: Schedule) -> Schedule:
     """Return `schedule` if every required action comes exactly once, after all it depends on, and within the caps.
 
@@ -299,7 +297,7 @@ def validate(schedule: Schedule) -> Schedule:
             if before not in done:
                 raise ScheduleError(f"schedule: {action} comes before {before}, which it needs")
         done.add(action)
-    most = peaks_in_flight(schedule.actions, stages, routes, schedule.training, split)
+    most = schedule.peaks_in_flight()
     for stage, cap in schedule.in_flight.items():
         if most[stage] > cap:
             raise ScheduleError(f"schedule: stage {stage} holds {most[stage]} microbatches at a time, its cap is {cap}")

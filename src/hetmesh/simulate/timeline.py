@@ -124,8 +124,6 @@ class Timeline:
         records: Mapping[int, Sequence[Record]],
         *,
         optimizer: Mapping[int, tuple[float, float]] | None = None,
-        collectives: Mapping[int, float] | None = None,
-        peak_bytes: Mapping[int, int] | None = None,
     ) -> Timeline:
         """The timeline of a real step.
 
@@ -134,8 +132,6 @@ class Timeline:
         Args:
             records: per rank, what it ran, in seconds since a zero that all ranks share.
             optimizer: per rank, start and stop of what follows the last action (normalising, clipping, the optimizer).
-            collectives: per rank, seconds of collectives inside layers, where they were measured.
-            peak_bytes: per rank.
 
         Raises:
             GraphError: an action does not belong to the schedule, or stops before it starts.
@@ -173,8 +169,8 @@ class Timeline:
             worked,
             moved,
             max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
-            tuple((collectives or {}).get(rank, 0.0) for rank in ranks),
-            tuple((peak_bytes or {}).get(rank, 0) for rank in ranks),
+            (0.0,) * len(ranks),
+            (0,) * len(ranks),
         )
 
     def track_of(self, rank: int) -> int:

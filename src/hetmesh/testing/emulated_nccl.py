@@ -109,7 +109,7 @@ class EmulatedNccl(Nccl):
     ) -> EmulatedWork:
         """A batch of messages between all ranks of the group, as it is on NCCL; see `Backend.all_to_all`."""
         peers = dist.get_process_group_ranks(group)
-        to_receive, to_send = (whole.split(list(each)) for whole, each in zip((received, sent), sizes, strict=True))
+        to_receive, to_send = (whole.split(list(parts)) for whole, parts in zip((received, sent), sizes, strict=True))
         parts = [HalfMessage.receive(peer, buffer) for peer, buffer in zip(peers, to_receive, strict=True)]
         parts += [HalfMessage.send(peer, buffer) for peer, buffer in zip(peers, to_send, strict=True)]
         here = dist.get_rank()
@@ -166,11 +166,11 @@ class EmulatedNccl(Nccl):
         if absent:
             raise EmulatedError(f"rank {rank} is done with its step; within {self._limit:g} s {absent} were not")
         seen = {other: json.loads(store.get(f"{key}{other}")) for other in range(dist.get_world_size())}
-        for other, each in seen.items():
-            if isinstance(each.get("failed"), str):
-                raise EmulatedError(f"rank {other} failed in this step: {each['failed']}")
-        compare_collectives(rank, {other: each["collectives"] for other, each in seen.items()})
-        if told := stuck({other: each["launched"] for other, each in seen.items()}):
+        for other, report in seen.items():
+            if isinstance(report.get("failed"), str):
+                raise EmulatedError(f"rank {other} failed in this step: {report['failed']}")
+        compare_collectives(rank, {other: report["collectives"] for other, report in seen.items()})
+        if told := stuck({other: report["launched"] for other, report in seen.items()}):
             raise EmulatedError(
                 f"crossed order between communicators: {told}; NCCL may hang where ranks launch work of several "
                 "communicators in different orders"

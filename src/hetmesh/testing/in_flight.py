@@ -134,13 +134,10 @@ class InFlight(TorchDispatchMode):
 
 
 def compare_collectives(rank: int, seen: Mapping[int, Collectives]) -> None:
-    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order.
-
-    Args:
-        seen: by all ranks.
-    """
+    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order;
+    `seen` are those of all ranks."""
     for name, mine in seen[rank].items():
-        for other, theirs in ((other, each[name]) for other, each in seen.items() if name in each):
+        for other, theirs in ((other, groups[name]) for other, groups in seen.items() if name in groups):
             if mine == theirs:
                 continue
             n = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
@@ -179,7 +176,7 @@ def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
                 else:
                     begun[message] = rank
                     left[rank].add(message)
-    waiting = {rank: min(each) for rank, each in left.items() if each}
+    waiting = {rank: min(messages) for rank, messages in left.items() if messages}
     if not waiting:
         return ""
     return ", ".join(

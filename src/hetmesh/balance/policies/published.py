@@ -1,6 +1,5 @@
-"""Balancers as published: Entrain's hierarchical assignment with deferral (Jang and Chowdhury, arXiv 2605.27918, section
-4), and DistTrain's reordering (Zhang et al., SIGCOMM 2025, arXiv 2408.04275): lanes are balanced, microbatches ordered.
-"""
+"""Balancers as published: Entrain's hierarchical assignment, with deferral (Jang and Chowdhury, arXiv 2605.27918), and
+DistTrain's reordering (Zhang et al., SIGCOMM 2025, arXiv 2408.04275): lanes are balanced, microbatches ordered."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from hetmesh.balance.lpt import least_loaded
 
 def entrain(loads: BatchLoads, slots: Slots) -> Assignment:
     """Lanes by encoder work, in turn to the one with least LLM work; in each lane K_eff microbatches, samples with much
-    LLM work first, each to the microbatch with least encoder work; then deferral, where `slots` allows it.
+    LLM work first, each to the microbatch with least encoder work; then deferral, where `slots` allows it (section 4).
 
     Encoder work is that of all modules but the last. One change: ties, as samples without media make them, go to the
     microbatch with least LLM work; as published they all end in one.
