@@ -74,7 +74,7 @@ class BatchLoads:
         return any(self.padding)
 
     def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Work of the last module for so many samples each as long as `lengths`, targets left out."""
+        """Work of the last module for `counts` samples, each as long as `lengths`, targets left out."""
         row, square = self.padding
         return counts * (row * lengths + square * lengths**2)
 

@@ -65,7 +65,7 @@ def _check(args: argparse.Namespace) -> None:
     if (args.question is None) == (args.sample is None):
         raise UsageError('give a question, or --sample N: hetmesh generate RUN "What is this?" --image FILE')
     if args.sample is not None and args.media:
-        raise UsageError("--sample N has media of its own; leave --image and --audio out")
+        raise UsageError("--sample N has its own media; leave --image and --audio out")
     if args.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
     if not 0 <= args.temperature < float("inf"):

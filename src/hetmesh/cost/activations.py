@@ -137,7 +137,7 @@ def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
-    """Attention's output, which its backward reads, unless the product behind it keeps it anyway; and of keys and
+    """Attention's output, which its backward reads, unless the product after it keeps it anyway; and of keys and
     values with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above)."""
     width, groups = layer.attention_width, _distinct(products)
     if not width:

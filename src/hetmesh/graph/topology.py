@@ -16,7 +16,7 @@ class BoundarySpec:
         at: the placeholder whose tokens the rows replace; None where the destination consumes rows as such.
         output: which output of the source it carries: `""` is the rows, others have names (`"deepstack.0"`). All have
             one row for each of the rows, of the same width.
-        layer: the layer of the destination that an output with a name goes to: it is added to the tokens behind it.
+        layer: the layer of the destination that an output with a name goes to: it is added to the tokens after it.
     """
 
     source: str
@@ -93,7 +93,7 @@ class Topology:
         return tuple(b for b in self.boundaries if b.source == name)
 
     def placeholders(self, name: str) -> tuple[str, ...]:
-        """The placeholders that rows of module `name` replace, directly or behind other modules, in the order given."""
+        """The placeholders that rows of module `name` replace, directly or through others, in the order given."""
         found: list[str] = []
         for b in self.outputs(name):
             found += self.placeholders(b.destination) if b.at is None else [b.at]

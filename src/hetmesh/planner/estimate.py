@@ -113,7 +113,7 @@ class Estimator:
 
 
 def _padded(problem: Problem, samples: float) -> dict[str, int]:
-    """Rows and pairs of so many samples that are padded to the longest of them, drawn from those of the problem: the
+    """Rows and pairs of `samples` samples that are padded to the longest of them, drawn from those of the problem: the
     expected values of the longest, and of its square."""
     tokens = np.sort(problem.samples.tokens).astype(float)
     below = (np.arange(len(tokens) + 1) / len(tokens)) ** samples  # that all are among the shortest 0, 1, ...

@@ -24,7 +24,7 @@ class ModulePlan:
     """Where one module lies and how it runs.
 
     Attributes:
-        ranks: first rank and the one behind the last.
+        ranks: first rank and the one after the last.
         degrees: size of each of `AXES`.
         activation_checkpoint: what is computed again.
         expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.

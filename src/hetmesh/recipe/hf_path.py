@@ -152,7 +152,7 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
         raise RecipeError(f"{what}: {prompt.refused}; to train on another form, {write}")
     template = _template(path, None if prompt.default else str(options["tokenizer"]))
     if prompt.template and template is not None:
-        raise RecipeError(f"{what}: it has a form of its own, and there is a chat template in the directory; {write}")
+        raise RecipeError(f"{what}: it has its own form, and there is a chat template in the directory; {write}")
     if template is None and not (prompt.template or prompt.default):
         raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
     image = _table(options, "placeholders").get("image", "<image>")

@@ -20,7 +20,7 @@ class PolicyOptions:
         window: three_phase: microbatches whose encoder forwards come together; None: all of the step.
         recompute: three_phase: encoders keep only their inputs and run their forward again before their backward.
         offload: three_phase: waiting activations of encoders are kept in the memory of the host.
-        early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
+        early: interleaved: warm up with twice as many forwards per later rank, as Megatron-LM does, which hides the
             latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
         inner: bubble_fill: the schedule of the LLM whose gaps are filled, `"1f1b"`, `"interleaved"` or `"zero_bubble"`.
         refine: bubble_fill: False: the coarse placement alone, for comparison.
@@ -164,8 +164,8 @@ def required(
     for e in stages.edges:
         back = training and e in stages.gradient_edges
         for route in routes.along(e):
-            for each in (route, route.reversed) if back else (route,):
-                yield from (Action.along(Kind.SEND, each), Action.along(Kind.RECV, each))
+            for way in (route, route.reversed) if back else (route,):
+                yield from (Action.along(Kind.SEND, way), Action.along(Kind.RECV, way))
     for s in stages.stages:
         kinds = (Kind.FORWARD, *(backward_kinds(s, stages, split) if training else ()))
         yield from (Action(kind, s, m) for m in range(routes.count(s.module)) for kind in kinds)
@@ -245,12 +245,12 @@ def holding(
                 waiting[target, m] = count
                 yield target, m, 1
             producers = [(r.edge.source, r.source) for r in routes.into(stages.inputs(target), m)]
-            for each in dict.fromkeys(producers):
-                if each in waiting:
-                    waiting[each] -= 1
-                    if not waiting[each]:
-                        del waiting[each]
-                        yield (*each, -1)
+            for producer in dict.fromkeys(producers):
+                if producer in waiting:
+                    waiting[producer] -= 1
+                    if not waiting[producer]:
+                        del waiting[producer]
+                        yield (*producer, -1)
         elif action.kind is last[target]:
             yield target, m, -1
 

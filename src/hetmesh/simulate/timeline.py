@@ -255,7 +255,7 @@ def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[t
     classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in sorted(held):
         classes.setdefault(tuple(held[rank]), []).append(rank)
-    return [(tuple(ranks), tuple(i for i, _ in each)) for each, ranks in classes.items()]
+    return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
 
 def target_names(stages: StageGraph) -> tuple[str, ...]:

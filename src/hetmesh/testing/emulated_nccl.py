@@ -6,7 +6,7 @@ Messages go through gloo and collectives too; order, communicators, and what is 
   when both sides have reached it. Both sides say which message they mean: a crossed order is found and named.
 * The first batch on a group that nobody connected is a rendezvous of all its ranks; those that do not come are named.
 * What a batch brings is not there before a wait. Buffers in flight hold NaN, and in a step no operation may touch them.
-* `wait()` does not block the host: the first operation behind it that touches the buffer does, as a stream would.
+* `wait()` does not block the host: the first operation after it that touches the buffer does, as a stream would.
   `wait(timeout)` blocks, and is counted.
 * Several communicators are launched in orders that agree on all ranks (`stuck`), seen at the end of a step.
 * A work that nobody waits for is an error at the end of the step; its time counts from posting.
@@ -170,9 +170,9 @@ class EmulatedNccl(Nccl):
             if isinstance(report.get("failed"), str):
                 raise EmulatedError(f"rank {other} failed in this step: {report['failed']}")
         compare_collectives(rank, {other: report["collectives"] for other, report in seen.items()})
-        if told := stuck({other: report["launched"] for other, report in seen.items()}):
+        if circle := stuck({other: report["launched"] for other, report in seen.items()}):
             raise EmulatedError(
-                f"crossed order between communicators: {told}; NCCL may hang where ranks launch work of several "
+                f"crossed order between communicators: {circle}; NCCL may hang where ranks launch work of several "
                 "communicators in different orders"
             )
         self.counts.collectives += sum(map(len, mine.values()))

@@ -151,7 +151,7 @@ class Queue:
         while (batch := self._batches.get()) is not None:
             try:
                 if self._broken is not None:
-                    raise EmulatedError(f"{batch}: behind what failed: {self._broken}")
+                    raise EmulatedError(f"{batch}: after what failed: {self._broken}")
                 if self._delay:
                     time.sleep(self._random.uniform(0.0, self._delay))
                 self._carry_out(batch)

@@ -250,7 +250,7 @@ def descend(
     """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors.
 
     Args:
-        finish: called behind the last step, before parameters are read.
+        finish: called after the last step, before parameters are read.
     """
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}

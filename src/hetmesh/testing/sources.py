@@ -30,8 +30,8 @@ class RandomMedia:
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
-        apart: every item has a text token behind it, as chat templates have it.
-        around: kind -> tokens right before and behind each of its items.
+        apart: every item has a text token after it, as chat templates have it.
+        around: kind -> tokens right before and after each of its items.
         length: samples in the source.
         held_out: samples of its validation split, which are others; 0: it has none.
         split: "train" or "validation".
@@ -120,8 +120,8 @@ class RandomMedia:
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
 
     def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
-        before, behind = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
-        return (name,) if before is None else (before, name, behind)
+        before, after = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
+        return (name,) if before is None else (before, name, after)
 
     def _extent(self, name: str, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if name in self.choices:
