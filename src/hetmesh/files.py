@@ -17,9 +17,9 @@ import tomli
 
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 
-DEEPEST = 100
+MAX_LEVELS = 100
 """Levels of lists and objects in JSON that is read. Python's own limit depends on who calls."""
-LONGEST = 1 << 24
+MAX_TEXT_BYTES = 1 << 24
 """Bytes of a text that a person names: a device may have no end."""
 
 
@@ -61,13 +61,13 @@ def read_text(path: str | Path) -> str:
     """A text of UTF-8 that a person names, who may give a pipe (`<(...)` of a shell).
 
     Raises:
-        OSError: it cannot be read, or is longer than `LONGEST`.
+        OSError: it cannot be read, or is longer than `MAX_TEXT_BYTES`.
         ValueError: it is not UTF-8, or the name holds a null byte.
     """
     with open(path, "rb") as file:
-        data = file.read(LONGEST + 1)
-    if len(data) > LONGEST:
-        raise OSError(f"it is longer than {LONGEST} bytes")
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise OSError(f"it is longer than {MAX_TEXT_BYTES} bytes")
     return data.decode("utf-8")
 
 
@@ -94,7 +94,7 @@ def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be
+    if text.count("[") + text.count("{") > MAX_LEVELS:  # else it cannot be
         _check_depth(value)
     if "\\ud" in text or "\\uD" in text:  # else no text can hold any
         json.dumps(value, ensure_ascii=False).encode()
@@ -103,12 +103,12 @@ def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_LEVELS):
         inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
         level = [node for nodes in inside for node in nodes if isinstance(node, dict | list)]
         if not level:
             return
-    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    raise ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
 
 
 def place_in(folders: Sequence[Path], name: str) -> Path:

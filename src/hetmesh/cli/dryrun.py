@@ -28,6 +28,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.dry_run_text import dry_run_json, dry_run_lines
 
     rank = None if args.rank == "all" else int(args.rank)
-    found = dry_runs(recipe, rank, machine=args.machine, microbatches=args.microbatches)
-    print(to_json(dry_run_json(found), indent=2) if args.json else "\n".join(dry_run_lines(found)))
+    runs = dry_runs(recipe, rank, machine=args.machine, microbatches=args.microbatches)
+    print(to_json(dry_run_json(runs), indent=2) if args.json else "\n".join(dry_run_lines(runs)))
     return 0

@@ -37,8 +37,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if overrides:
         raise UsageError(f"{overrides[0]}: a run that is over cannot be changed; export takes no recipe keys")
-    found = saved_run(Path(args.run), args.step)
-    print(f"exporting {found.path}", flush=True)
-    done = export(found, Path(args.folder), dtype=KNOWN.get(args.dtype, args.dtype), merge=args.lora == "merged")
-    print("\n".join([*done, f"written to {args.folder}"]))
+    saved = saved_run(Path(args.run), args.step)
+    print(f"exporting {saved.path}", flush=True)
+    lines = export(saved, Path(args.folder), dtype=KNOWN.get(args.dtype, args.dtype), merge=args.lora == "merged")
+    print("\n".join([*lines, f"written to {args.folder}"]))
     return 0

@@ -49,9 +49,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if path.is_dir() or (not path.exists() and path.suffix != ".toml"):
         if overrides:
             raise UsageError(f"{overrides[0]}: the recipe of a run that is over cannot be changed")
-        found = saved_run(path, args.step)
-        print(f"weights of {found.path}", file=sys.stderr, flush=True)
-        model = OneProcess.load(found.recipe, found, device)
+        saved = saved_run(path, args.step)
+        print(f"weights of {saved.path}", file=sys.stderr, flush=True)
+        model = OneProcess.load(saved.recipe, saved, device)
     else:
         if args.step is not None:
             raise UsageError("--step is of a run; give its dump folder in place of the recipe")

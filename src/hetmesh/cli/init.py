@@ -52,8 +52,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     folder = raw["data"].get("options", {}).get("media_folder")
     data = None if args.data is None else find_conversations(args.data, folder)
-    found = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
-    text = starter_text(found)
+    first = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
+    text = starter_text(first)
     for line in checked(parse_recipe(text))[1]:
         if line.startswith("note: "):  # of samples that it leaves out, say
             print(line, file=sys.stderr)

@@ -29,7 +29,7 @@ from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 
 HISTOGRAMS = ("none", "auto")  # policies whose loads are shown as such
-MUCH_PADDING = 0.1  # share of what the LLM computes
+PADDING_SHARE = 0.1  # share of what the LLM computes
 
 
 def balance_view(
@@ -78,7 +78,7 @@ def balance_view(
         notes.append("every module has one lane and one microbatch: there is nothing to balance")
     notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
     most = max((load.modules[graph.sink.name].padding for run in runs for load in run.even), default=0.0)
-    if most > MUCH_PADDING:
+    if most > PADDING_SHARE:
         padding = f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it"
         notes.append(f"{padding}; training.pack_samples = true leaves none")
     auto = next(run for run in runs if run.name == "auto")

@@ -46,7 +46,7 @@ NOT_COMPARED = (
 TOLERANCE = 1e-5
 """Largest relative difference of a row where rounding does not grow: 48 random layers were measured at 3e-6."""
 
-LARGEST = 1e-3
+MAX_TOLERANCE = 1e-3
 """No bound is larger: where rounding alone may change more, the comparison would say nothing."""
 
 PERTURBATION = 2.0**-22
@@ -276,20 +276,20 @@ def check_close(actual: Tensor, expected: Tensor, what: str, noise: float = 0.0)
     if actual.shape != expected.shape:
         raise SelfCheckError(f"{what} have shape {tuple(actual.shape)}, transformers' {tuple(expected.shape)}")
     error, bound = relative(actual, expected), max(TOLERANCE, NOISE_FACTOR * noise)
-    if error <= min(bound, LARGEST):
+    if error <= min(bound, MAX_TOLERANCE):
         return
     largest = float((actual - expected).abs().max())
     message = f"{what} differ from transformers' by up to {largest:.1e}, {error:.1e} of a row's size; at most "
     if error <= bound:
         raise SelfCheckError(
-            f"{message}{LARGEST:g} is accepted, although with these weights rounding of the tokens alone changes "
+            f"{message}{MAX_TOLERANCE:g} is accepted, although with these weights rounding of the tokens alone changes "
             f"{noise:.1e}: compare it with weights that are not random"
         )
-    raise SelfCheckError(f"{message}{min(bound, LARGEST):.0e} would be rounding")
+    raise SelfCheckError(f"{message}{min(bound, MAX_TOLERANCE):.0e} would be rounding")
 
 
 KINDS = ("text alone", "one item", "several items", "several items of all kinds")
-TEXT = 7
+TEXT_TOKENS = 7
 """Text tokens before, between and after items."""
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
@@ -318,7 +318,7 @@ def self_check_source(
 
     def sample(name: str, items: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[SampleMeta, Sample]:
         def words() -> list[int]:
-            return text[torch.randint(len(text), (TEXT,), generator=draw)].tolist()
+            return text[torch.randint(len(text), (TEXT_TOKENS,), generator=draw)].tolist()
 
         tokens, media = words(), []
         payload: dict[str, list[Tensor]] = {}
