@@ -20,7 +20,6 @@ from hetmesh.recipe.overrides import apply_override, parse_overrides
 from hetmesh.recipe.section import freeze
 
 if TYPE_CHECKING:
-    from hetmesh.layout.mesh import MeshSpec
     from hetmesh.recipe.wiring import Wiring
 
 LAYOUT_KEYS = frozenset(sections.ModuleParallelism.model_fields) - frozenset(sections.ScheduleKeys.model_fields)
@@ -68,10 +67,6 @@ class Recipe(sections.Section):
     def code_folder(self) -> str | None:
         """The folder of the recipe's file, where it names code (`place_beside`)."""
         return next((table.folder for table in (self.data, *self.modules.values()) if table.folder is not None), None)
-
-    def meshes(self) -> Mapping[str, MeshSpec]:
-        """Each module's mesh, by module name."""
-        return self.wiring.meshes
 
     @property
     def sink(self) -> str:

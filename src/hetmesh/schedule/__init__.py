@@ -13,8 +13,6 @@ from hetmesh.schedule.schedule import (
     dependencies,
     holding,
     peaks_in_flight,
-    required,
-    takes_part,
     validate,
 )
 from hetmesh.schedule.sequential import sequential
