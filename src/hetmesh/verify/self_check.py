@@ -24,8 +24,7 @@ from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph
 from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_forward import load_whole, whole_logits
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe

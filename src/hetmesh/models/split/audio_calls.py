@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import SampleError
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.item_calls import ItemCall, required_arguments
 from hetmesh.models.split.whole_model import features_of
 

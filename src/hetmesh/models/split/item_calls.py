@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
 from hetmesh.models.split.whole_model import features_of
 

@@ -18,8 +18,8 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.named.fused_experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.qwen3_vl_text import deepstack_arguments, layer_index
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.text_plan import TextPlan, text_plan
@@ -28,7 +28,7 @@ from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.pretrained import Names, Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
-from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 

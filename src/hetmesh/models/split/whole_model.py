@@ -20,7 +20,7 @@ from torch import nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 from hetmesh.models.weights.load import saved_tensors
 from hetmesh.models.weights.model_forms import ModelForms, model_forms
 from hetmesh.models.weights.pretrained import Pretrained

@@ -7,7 +7,9 @@ the result equals transformers' own block (`grouped_mm`, which it chooses by def
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import not_compiled
 from hetmesh.balance.place_experts import Placement
-from hetmesh.parallel.experts.layers import ExpertLayers
 from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
 from hetmesh.parallel.experts.products import grouped_linear
 from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
@@ -32,6 +33,36 @@ from hetmesh.parallel.experts.token_exchange import (
 from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 from hetmesh.parallel.linear import local
 from hetmesh.parallel.random_state import current_microbatch
+
+INNER: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 2})
+"""The dim of each parameter of the experts that tensor parallelism splits."""
+
+WITHIN: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 1})
+"""The dim that FSDP splits where there are more ranks than experts."""
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """The mixture-of-experts blocks of one module.
+
+    A block has a child `gate`, which gives `(logits [n, experts], weights [n, chosen], experts [n, chosen])` for tokens
+    `[n, features]`, and a child `experts` with the parameters `gate_up_proj` `[experts, 2, inner, features]` (gate
+    first) and `down_proj` `[experts, features, inner]`, and the activation `act_fn`.
+
+    Attributes:
+        blocks: their FQNs, in execution order; all of the module, whatever stage holds them.
+        count: experts of each block.
+        chosen: experts of each token.
+        inner: features between an expert's two products.
+        balance: the weight of the load-balancing loss; 0 has none.
+    """
+
+    blocks: tuple[str, ...]
+    count: int
+    chosen: int
+    inner: int
+    features: int
+    balance: float = 0.0
 
 
 class LocalExperts(nn.Module):
