@@ -133,7 +133,7 @@ def _compare_rows_of_items(
 ) -> list[tuple[int, ...]]:
     """The shapes of a small and a larger item, or of those that the modules take."""
     taken = []
-    for shape in (encoder.call.blank, encoder.call.larger):
+    for shape in encoder.call.examples():
         try:
             ours, theirs = rows(shape), encoder.item_rows(shape)
         except SampleError:

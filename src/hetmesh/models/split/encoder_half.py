@@ -13,21 +13,20 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.qwen3_vl_text import FEATURE
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
+from hetmesh.models.split.part_plans import repeated_blocks, tower_blocks, tower_plan
 from hetmesh.models.split.rope_index import media_tokens
-from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
-from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
+from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfEncoderAdapter(AdapterDefaults):
+class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
@@ -94,15 +93,7 @@ class HfEncoderAdapter(AdapterDefaults):
         return self._probe(self.call.blank)[""].shape[-1]
 
     @property
-    def checkpoint_names(self) -> tuple[Names, ...]:
-        return (tuple(self.whole.checkpoint_names.items()),)
-
-    @property
-    def checkpoint_unused(self) -> tuple[str, ...]:
-        return self.whole.owned_by_others(self.part, self._owners)
-
-    @property
-    def _owners(self) -> Mapping[str, str]:
+    def owners(self) -> Mapping[str, str]:
         return self.whole.owners if self.projects else self.whole.owners_apart
 
     @property
@@ -118,7 +109,7 @@ class HfEncoderAdapter(AdapterDefaults):
         )
 
     def build(self) -> nn.Module:
-        module = self.whole.part(self.whole.build(), self.part, self._owners)
+        module = super().build()
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
             setattr(module.get_submodule(parent), child, nn.Identity())
@@ -233,9 +224,7 @@ class HfEncoderAdapter(AdapterDefaults):
     @cached_property
     def _rows_of_part(self) -> int:
         """Rows of each of the equal parts of an item, where a small and a larger one have as many; else 0."""
-        small, larger = (
-            divmod(len(self._probe(s)[""]), self.call.units(s)) for s in (self.call.blank, self.call.larger)
-        )
+        small, larger = (divmod(len(self._probe(s)[""]), self.call.units(s)) for s in self.call.examples())
         return small[0] if small == larger and small[1] == 0 else 0
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
