@@ -27,6 +27,19 @@ def threads(pid: int | None = None) -> int:
 
 
 @contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """In the body torch computes in one thread, as each rank of a run on one machine does, and starts no others."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def no_blas_threads() -> Iterator[None]:
     """OpenBLAS starts a thread per core when numpy is first imported; where that happens in the body, it does not."""
     name = "OPENBLAS_NUM_THREADS"

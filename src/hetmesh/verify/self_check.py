@@ -27,8 +27,7 @@ from hetmesh.graph import ModuleGraph
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_forward import load_whole, whole_logits
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
@@ -136,7 +135,7 @@ def _compare_rows_of_items(
 ) -> list[tuple[int, ...]]:
     """The shapes of a small and a larger item, or of those that the modules take."""
     taken = []
-    for shape in (encoder.call.blank, encoder.call.larger):
+    for shape in encoder.call.examples():
         try:
             ours, theirs = rows(shape), encoder.item_rows(shape)
         except SampleError:
