@@ -97,11 +97,11 @@ class SlotReader:
     def read(self, fd: int, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The message where it lies; `release` must follow. Raises OSError where the other process has ended."""
         if start not in self._slots:
-            own_fd = os.open(descriptor_path(self._process, fd), os.O_RDWR | os.O_CLOEXEC)
+            opened_fd = os.open(descriptor_path(self._process, fd), os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._slots[start] = _Slot(own_fd, start, _slot_bytes(numel, dtype))
+                self._slots[start] = _Slot(opened_fd, start, _slot_bytes(numel, dtype))
             finally:
-                os.close(own_fd)
+                os.close(opened_fd)
         return self._slots[start].tensor(numel, dtype)
 
     def release(self, start: int) -> None:
