@@ -67,8 +67,8 @@ def lane_ranks(module: ModuleSpec) -> Sequence[frozenset[int]]:
 
 
 def pipelines(graph: ModuleGraph, name: str) -> tuple[tuple[int, ...], ...]:
-    """Per lane of the sink the lanes of a module on its ranks, ascending: Optimus' encoder pipelines. Raises
-    GraphError: they are not equally many, or a lane of the module lies on ranks of several lanes, or of none."""
+    """Per lane of the sink the lanes of a module on its ranks, ascending: Optimus' encoder pipelines.
+    Raises GraphError: they are not equally many, or a lane of the module lies on ranks of several lanes, or of none."""
     shared = lane_affinity(graph[name], graph.sink)
     count, lanes = graph.sink.num_lanes, graph[name].num_lanes
     if shared is not None and ((shared > 0).sum(1) == 1).all():

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def index_data(keys: Data) -> Iterator[str]:
-    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each. Raises
-    RecipeError: a source cannot be made, or has nothing to index."""
+    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
+    Raises RecipeError: a source cannot be made, or has nothing to index."""
     from hetmesh.data.metadata_index import Indexed, build_index, load_index
     from hetmesh.data.recipe_sources import make_source
 

@@ -50,8 +50,8 @@ class Place:
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
-    """The place that the environment `env` gives this process; None where nothing started it as one of several. Raises
-    LaunchError: the variables say that it is one of several, and not which, or not where the others are."""
+    """The place that the environment `env` gives this process; None where nothing started it as one of several.
+    Raises LaunchError: the variables say that it is one of several, and not which, or not where the others are."""
     for launcher, names in _VARIABLES.items():
         if names[0] not in env or names[1] not in env:
             continue

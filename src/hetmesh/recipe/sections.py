@@ -23,8 +23,8 @@ MAX_RANKS = 1_000_000
 
 
 def parse_ranks(value: Any) -> Any:
-    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks. Raises
-    ValueError: it is none of these, or a rank is repeated."""
+    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
+    Raises ValueError: it is none of these, or a rank is repeated."""
     if value is None or value == "all":
         return None
     ranks: list[int] = []

@@ -38,8 +38,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(draw: Callable[[], Any], path: str | Path, form: str = "png") -> None:
-    """Write the figure that `draw` makes to `path`, the value of `--png` and the like, as `png` or `svg`. Raises
-    UsageError: matplotlib is not installed, or `path` cannot be written."""
+    """Write the figure that `draw` makes to `path`, the value of `--png` and the like, as `png` or `svg`.
+    Raises UsageError: matplotlib is not installed, or `path` cannot be written."""
     with _style("light", "a picture", "leave out --png"):
         figure = draw()
         try:
@@ -50,8 +50,8 @@ def save_figure(draw: Callable[[], Any], path: str | Path, form: str = "png") ->
 
 
 def figure_svg(draw: Callable[[], Any], style: str) -> str:
-    """The figure that `draw` makes, in one of `STYLES` on no background, as SVG whose text stays text. Raises
-    UsageError: matplotlib is not installed."""
+    """The figure that `draw` makes, in one of `STYLES` on no background, as SVG whose text stays text.
+    Raises UsageError: matplotlib is not installed."""
     written = io.StringIO()
     with _style(style, "the page", "leave the page out with --no-html"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # glyphs that matplotlib's fonts lack: the browser's have them
