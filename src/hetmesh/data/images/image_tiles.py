@@ -32,7 +32,7 @@ Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class AnyResolution:
-    """The whole image squeezed into one tile, and behind it the image itself, resized in its own ratio to fit the best
+    """The whole image squeezed into one tile, and after it the image itself, resized in its own ratio to fit the best
     of some resolutions and padded with black, tile by tile. Only where an image is alone in its sample: of several ones
     each is one tile (LLaVA-OneVision; transformers' `LlavaOnevisionImageProcessorPil`)."""
 
@@ -75,7 +75,7 @@ class AnyResolution:
 @dataclass(frozen=True)
 class Crops:
     """The image squeezed into the grid of `least` to `most` tiles whose ratio is nearest to its own, tile by tile, and
-    behind them the whole in one more tile if there are several (InternVL; transformers' `GotOcr2ImageProcessorPil`)."""
+    after them the whole in one more tile if there are several (InternVL; transformers' `GotOcr2ImageProcessorPil`)."""
 
     height: int
     width: int

@@ -194,7 +194,7 @@ class Qwen3VLVisionAdapter(AdapterDefaults):
         extra = {} if (attention := attention_of(batch)) is None else {"attention_state": attention}
         out = module(patches, **places, **extra, return_dict=True)
         features = zip(self.side_outputs, out.deepstack_features or (), strict=True)
-        return {"": out.pooler_output[:rows], **{name: each[:rows] for name, each in features}}
+        return {"": out.pooler_output[:rows], **{name: feature[:rows] for name, feature in features}}
 
 
 def _check(request: AdapterRequest, config: Any) -> None:

@@ -16,7 +16,7 @@ from hetmesh.models.config_keys import hf
 from hetmesh.models.split.item_calls import ItemCall, required_arguments
 from hetmesh.models.split.whole_model import features_of
 
-FEW = 7
+FEW_FRAMES = 7
 """Frames of a short recording, of which towers that make a row of four make two rows."""
 
 
@@ -27,7 +27,7 @@ class Frames(ItemCall):
     mel: int
 
     def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.mel, FEW), (self.mel, 4 * FEW + 1)
+        return (self.mel, FEW_FRAMES), (self.mel, 4 * FEW_FRAMES + 1)
 
     def units(self, shape: tuple[int, ...]) -> int:
         """One for two of the frames that a convolution of stride 2 leaves."""
@@ -56,7 +56,7 @@ class PaddedFrames(Frames):
     frames: int
 
     def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (self.mel, self.frames, min(FEW, self.frames)), (self.mel, self.frames, self.frames)
+        return (self.mel, self.frames, min(FEW_FRAMES, self.frames)), (self.mel, self.frames, self.frames)
 
     def check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3 or shape[:2] != (self.mel, self.frames) or not 3 <= shape[2] <= self.frames:

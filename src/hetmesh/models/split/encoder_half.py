@@ -57,7 +57,7 @@ class HfEncoderAdapter(PartAdapter):
         whole = whole_model(request.pretrained)
         part = TOWERS.get(request.media or "")
         if request.media is None or part is None or part not in whole.towers:
-            read = [media for media, each in TOWERS.items() if each in whole.towers]
+            read = [media for media, tower in TOWERS.items() if tower in whole.towers]
             raise RecipeError(
                 f"{request.key}.media = {request.media!r}: {whole.model_class.__name__} has a tower for {read}"
             )
@@ -188,8 +188,8 @@ class HfEncoderAdapter(PartAdapter):
 
     def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
         with torch.no_grad():
-            found = self.encode(module, self._collated(shape))
-        return {name: rows.to("meta") for name, rows in found.items()}
+            outputs = self.encode(module, self._collated(shape))
+        return {name: rows.to("meta") for name, rows in outputs.items()}
 
     def _collated(self, extent: tuple[int, ...]) -> dict[str, Tensor]:
         """An item of ones."""
@@ -206,7 +206,7 @@ class HfEncoderAdapter(PartAdapter):
         out = method(**arguments, return_dict=True)
         features = getattr(out, "deepstack_features", None) or ()
         rows = out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"])
-        return {"": _joined(rows)} | {f"{FEATURE}{i}": _joined(each) for i, each in enumerate(features)}
+        return {"": _joined(rows)} | {f"{FEATURE}{i}": _joined(feature) for i, feature in enumerate(features)}
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         self.call.check(shape)
@@ -239,11 +239,11 @@ class HfEncoderAdapter(PartAdapter):
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         rows = len(batch["rows"])
-        found = self.encode(module, batch)
-        if rows and len(found[""]) != rows:
-            raise SampleError(f"{self.whole.model_class.__name__} made {len(found[''])} rows, {rows} were planned")
-        found = {name: each[:rows] for name, each in found.items()}  # none of a blank item
-        return found if len(found) > 1 else found[""]
+        outputs = self.encode(module, batch)
+        if rows and len(outputs[""]) != rows:
+            raise SampleError(f"{self.whole.model_class.__name__} made {len(outputs[''])} rows, {rows} were planned")
+        outputs = {name: output[:rows] for name, output in outputs.items()}  # none of a blank item
+        return outputs if len(outputs) > 1 else outputs[""]
 
 
 def _hand_on(block: Any, tuples: dict[type, bool]) -> None:

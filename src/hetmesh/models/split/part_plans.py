@@ -29,7 +29,7 @@ PAIRS: Sequence[tuple[frozenset[str], frozenset[str]]] = (
 )
 """Names of linear layers that read one input -> of the one layer, any of these, that their outputs go to."""
 
-TRIED = 2
+DEGREE = 2
 """The degree at which a plan is tried."""
 
 
@@ -123,7 +123,7 @@ def _splits(
     with _random_weights(part), torch.no_grad():
         whole = _entering_last(part, leaving, args, kwargs)
         halves = []
-        for rank in range(TRIED):
+        for rank in range(DEGREE):
             before = dict(part._modules)
             try:
                 for name in (*entering, leaving):
@@ -190,7 +190,9 @@ def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:
     shard._parameters = dict(linear._parameters)
     for name, parameter in linear._parameters.items():
         if parameter is not None and (name == "weight" or dim == 0):
-            shard._parameters[name] = nn.Parameter(parameter.detach().chunk(TRIED, dim)[rank], requires_grad=False)
+            shard._parameters[name] = nn.Parameter(
+                parameter.detach().chunk(DEGREE, dim)[rank], requires_grad=False
+            )
     return shard
 
 

@@ -40,12 +40,12 @@ class PatchOrder:
         cells = (height // patch // merge, width // patch // merge)
         parts = image.reshape(channels, cells[0], merge, patch, cells[1], merge, patch)
         grid = (1, 4, 2, 5) if self.grouped else (1, 2, 4, 5)
-        found = parts.permute(*grid, 0, 3, 6).reshape(-1, channels, patch, patch)
+        patches = parts.permute(*grid, 0, 3, 6).reshape(-1, channels, patch, patch)
         if self.channels_last:
-            found = found.permute(0, 2, 3, 1)
+            patches = patches.permute(0, 2, 3, 1)
         if frames > 1:
-            found = found.unsqueeze(2).expand(-1, -1, frames, -1, -1)
-        return found.flatten(1) if self.flat else found
+            patches = patches.unsqueeze(2).expand(-1, -1, frames, -1, -1)
+        return patches.flatten(1) if self.flat else patches
 
 
 QWEN2_VL = PatchOrder()
@@ -88,5 +88,5 @@ def _image_processors(model_type: str) -> Mapping[str, str]:
     of_both = hf("models.auto.processing_auto.PROCESSOR_MAPPING_NAMES")
     if model_type in of_images or model_type not in of_both:
         return of_images.get(model_type, {})
-    like = [of_images[each] for each, name in of_both.items() if name == of_both[model_type] and each in of_images]
+    like = [of_images[kind] for kind, name in of_both.items() if name == of_both[model_type] and kind in of_images]
     return like[0] if like and all(options == like[0] for options in like) else {}

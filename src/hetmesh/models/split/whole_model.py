@@ -88,7 +88,7 @@ class WholeModel:
 
     def fqn(self, module: nn.Module) -> str:
         """The FQN of a submodule of `model`."""
-        return next(name for name, each in self.model.named_modules() if each is module)
+        return next(name for name, part in self.model.named_modules() if part is module)
 
     @cached_property
     def decoder(self) -> str:

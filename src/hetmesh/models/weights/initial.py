@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,21 +64,11 @@ class Elements:
     @property
     def is_run(self) -> bool:
         """Whether its elements are adjacent."""
-        expected = 1
-        for n, step in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if step != expected:
-                return False
-            expected *= n
-        return True
+        return _run_length(zip(reversed(self.stride), reversed(self.size), strict=True)) is not None
 
     def covers(self, numel: int) -> bool:
         """Whether it has every element of a tensor of `numel`, each once."""
-        expected = 1
-        for step, n in sorted(zip(self.stride, self.size, strict=True)):
-            if step != expected:
-                return False
-            expected *= n
-        return self.offset == 0 and expected == numel
+        return self.offset == 0 and _run_length(sorted(zip(self.stride, self.size, strict=True))) == numel
 
     def row_dim(self, width: int) -> int | None:
         """The dim that runs over rows of `width` elements while all others stay inside a row; -1 if the part lies in
@@ -120,6 +110,16 @@ class Elements:
             return None
         part = Elements((high - low,), (1,), low - start * width)
         return part, lambda value: value.reshape(-1)[low - self.offset : high - self.offset]
+
+
+def _run_length(dims: Iterable[tuple[int, int]]) -> int | None:
+    """The elements of dims `(stride, size)`, innermost first, that lie one after another; None if there are gaps."""
+    length = 1
+    for step, n in dims:
+        if step != length:
+            return None
+        length *= n
+    return length
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +209,7 @@ class Initial:
     def __getitem__(self, index: Any) -> Tensor:
         index = () if index is ... else index if isinstance(index, tuple) else (index,)
         whole = tuple(slice(0, n) for n in self.shape[len(index) :])
-        at = tuple(slice(*each.indices(n)[:2]) for each, n in zip((*index, *whole), self.shape, strict=True))
+        at = tuple(slice(*part.indices(n)[:2]) for part, n in zip((*index, *whole), self.shape, strict=True))
         first, last = (at[0].start, at[0].stop) if at else (0, 1)
         parts = []
         for start, values in self.blocks(first, last):
