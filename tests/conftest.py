@@ -1,30 +1,27 @@
 """What all tests share: the worker pools, tiny models in directories, and a deterministic hypothesis."""
 
-from collections.abc import Callable, Iterator
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from hetmesh.boundary import World, init
-from hetmesh.testing.emulated_nccl import emulate
-from hetmesh.testing.pool import WorkerPool
-from support import tiny_vlms
-from support.forked import Forked, train
+if TYPE_CHECKING:  # fixtures import what they need: the process that only hands out tests would take 4 s for it
+    from hetmesh.boundary import World
+    from hetmesh.testing.pool import WorkerPool
+    from support.forked import Forked
 
 # The same examples on every run and machine; timings of a shared machine are no reason to fail.
 settings.register_profile(
     "hetmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("hetmesh")
-
-# Threads of one process that wait for each other take the cores from the other processes: tiny models then compute ten
-# times as long.
-torch.set_num_threads(1)
 
 # What jobs import late: once before the workers are forked instead of once in each of them.
 _PRELOAD = (
@@ -39,11 +36,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--emulate-nccl", action="store_true", help="workers of the pools send over emulated NCCL")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector, which would look through all that is imported again and again: 5 s of 14."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the two processes that run tests, one runs all that need a worker pool: they share it, and are slow. What is
     `exhaustive` runs only where `-m` names it (as a default of `-m` it would be lost with every other `-m`). Slow tests
     come first."""
+    import torch
+
+    # Threads of one process that wait for each other take the cores from the other processes: tiny models then compute
+    # ten times as long.
+    torch.set_num_threads(1)
     if "exhaustive" not in config.option.markexpr:
         left_out = {item for item in items if item.get_closest_marker("exhaustive")}
         config.hook.pytest_deselected(items=[*left_out])
@@ -61,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def apart() -> Iterator[Callable[..., Any]]:
     """`apart(function, *arguments)`: what it returns or raises in a process of its own, started by the first call: the
     fake device stays a device of its process to the end of it."""
+    import torch
+
     with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,)) as process:
         yield lambda function, *arguments: process.submit(function, *arguments).result()
 
@@ -68,6 +83,9 @@ def apart() -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], WorkerPool]]:
     """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""
+    from hetmesh.testing.emulated_nccl import emulate
+    from hetmesh.testing.pool import WorkerPool
+
     pools: dict[int, WorkerPool] = {}
     begin = emulate if request.config.getoption("--emulate-nccl") else None
 
@@ -94,6 +112,8 @@ def pool8(pool: Callable[[int], WorkerPool]) -> WorkerPool:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`directory(name)`: the model of `tiny_vlms` of that name as a directory, saved once per module."""
+    from support import tiny_vlms
+
     folder = tmp_path_factory.mktemp("tiny")
 
     def saved(name: str) -> Path:
@@ -105,7 +125,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture
 def world() -> Iterator[World]:
     """This process alone, closed after the test."""
-    world = init()
+    import hetmesh
+
+    world = hetmesh.init()
     yield world
     world.close()
 
@@ -113,6 +135,8 @@ def world() -> Iterator[World]:
 @pytest.fixture(scope="module")
 def start_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Forked]]:
     """`start_forked(function, *arguments)`: a process of `support/forked.py`, started; ends with the module's tests."""
+    from support.forked import Forked
+
     started: list[Forked] = []
 
     def start(function: Callable[..., int], *arguments: Any, **how: Any) -> Forked:
@@ -127,4 +151,6 @@ def start_forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 @pytest.fixture(scope="module")
 def start_training(start_forked: Callable[..., Forked]) -> Callable[..., Forked]:
     """`start_training(recipe, *overrides, points=())`: `hetmesh train`, started; leads a process group of its own."""
+    from support.forked import train
+
     return lambda recipe, *overrides, **how: start_forked(train, str(recipe), *overrides, **how)
