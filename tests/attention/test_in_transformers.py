@@ -5,7 +5,7 @@ import torch
 
 from hetmesh.attention import in_transformers
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.in_transformers import register
+from hetmesh.attention.in_models import register
 from hetmesh.context import assign, causal, join, text_with_instances
 from hetmesh.errors import BoundaryError
 

@@ -190,9 +190,7 @@ def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:
     shard._parameters = dict(linear._parameters)
     for name, parameter in linear._parameters.items():
         if parameter is not None and (name == "weight" or dim == 0):
-            shard._parameters[name] = nn.Parameter(
-                parameter.detach().chunk(DEGREE, dim)[rank], requires_grad=False
-            )
+            shard._parameters[name] = nn.Parameter(parameter.detach().chunk(DEGREE, dim)[rank], requires_grad=False)
     return shard
 
 
