@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.packed_rows import PackedRows, with_tensors
+from hetmesh.attention.in_models import PackedRows, with_tensors
 from hetmesh.balance import BatchPlan
 from hetmesh.errors import SampleError
 from hetmesh.graph import Stage

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh.attention.in_transformers import use_in
+from hetmesh.attention.in_models import use_in
 from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import TorchDispatchMode, has_gradient_hooks
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.packed_rows import PackedRows
+from hetmesh.attention.in_models import PackedRows
 from hetmesh.context import causal, join
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
