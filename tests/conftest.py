@@ -23,13 +23,6 @@ settings.register_profile(
 )
 settings.load_profile("hetmesh")
 
-# What jobs import late: once before the workers are forked instead of once in each of them.
-_PRELOAD = (
-    "hetmesh.training.job",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.siglip.modeling_siglip",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--emulate-nccl`: workers send over emulated NCCL. For tests of parity; those of gloo's own ways would fail."""
@@ -85,12 +78,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], WorkerPool]
     """`pool(n)`: the session's pool of n workers. Started by its first `run`, kept to the end of the session."""
     from hetmesh.testing.emulated_nccl import emulate
     from hetmesh.testing.pool import WorkerPool
+    from support.forked import PRELOAD
 
     pools: dict[int, WorkerPool] = {}
     begin = emulate if request.config.getoption("--emulate-nccl") else None
 
     def get(size: int) -> WorkerPool:
-        return pools.setdefault(size, WorkerPool(size, preload=_PRELOAD, begin=begin))
+        return pools.setdefault(size, WorkerPool(size, preload=PRELOAD, begin=begin))
 
     yield get
     for each in pools.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import signal
@@ -15,7 +16,13 @@ from typing import Any
 
 from support.signal_points import SignalPoint
 
-PRELOAD = ("hetmesh.cli.train", "hetmesh.cli.launch", "hetmesh.training.trainer", "torch._dynamo")
+# Whoever of `Forked` and the pools comes first starts the process from which all are forked: both name the same.
+PRELOAD = (
+    *("torch._dynamo", "torch.distributed.tensor", "torch.distributed.tensor._random"),
+    *("hetmesh.boundary", "hetmesh.cli.train", "hetmesh.cli.launch", "hetmesh.training.trainer"),
+    *("transformers.models.qwen3.modeling_qwen3", "transformers.models.siglip.modeling_siglip"),
+    *("pytest", "hypothesis", "hetmesh.testing.pool"),
+)
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -125,6 +132,7 @@ def _begin(
     points: tuple[SignalPoint, ...],
     *printed: str,
 ) -> None:
+    gc.freeze()  # what is imported stays
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
