@@ -225,10 +225,11 @@ def resumable(recipe: Recipe) -> Resumable | None:
         return None
     asked = _asked(recipe.job.dump_folder)
     for folder in reversed([asked, *_followers(asked)]):
+        summary = read_object(folder / SUMMARY_FILE)
         with writing(folder, _HINT):
             step = newest_step(folder / recipe.checkpoint.folder)
         if step >= 0:
-            return Resumable(folder, step, read_object(folder / SUMMARY_FILE))
+            return Resumable(folder, step, summary)
     return None
 
 
