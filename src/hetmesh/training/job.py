@@ -118,7 +118,7 @@ class Job:
             staged = graph[name].mesh.axis_size("pp") > 1
             shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
             groups = _tied_groups(world, graph[name]) if shared_ends else {}  # made on all ranks
-            own = [stage for stage in adapted if stage.module == name]
+            own = tuple(stage for stage in adapted if stage.module == name)
             if not own:
                 continue
             shared = tied_parameters(graph[name], own, modules[name], groups)
