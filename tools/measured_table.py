@@ -101,8 +101,8 @@ ROWS = (
         "python tools/bench.py convergence",
     ),
     Row(
-        "boundaries, 8 ranks on one host: bytes over the least possible; time over bare messages of the same "
-        "bytes, worst of 16 MiB, of small ones",
+        "boundaries, 8 ranks on one host: bytes over the least possible; time through shared memory over bare "
+        "messages of the same bytes through gloo's sockets, worst of 16 MiB, of small ones",
         "boundary",
         "{:.2f}; {:.2f}, {:.2f}",
         ("max_bytes_over_bound", "max_time_ratio_vs_bare", "small_time_ratio_vs_bare"),

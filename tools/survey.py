@@ -29,7 +29,6 @@ JUDGES = (
     "src/hetmesh/models",
     "src/hetmesh/recipe",
     "src/hetmesh/verify/self_check.py",
-    "src/hetmesh/verify/self_check_samples.py",
     "src/hetmesh/training/part_checks.py",
     "tests/support/whole_reference.py",
     "tools/surveying",

@@ -1,9 +1,10 @@
-"""What everything that starts worker processes needs: no thread at a fork, no worker that outlives its parent."""
+"""What concerns a process as a whole: no thread at a fork, no worker that outlives its parent, garbage collection."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,19 @@ def threads(pid: int | None = None) -> int:
 
 
 @contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """In the body torch computes in one thread, as each rank of a run on one machine does, and starts no others."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def no_blas_threads() -> Iterator[None]:
     """OpenBLAS starts a thread per core when numpy is first imported; where that happens in the body, it does not."""
     name = "OPENBLAS_NUM_THREADS"
@@ -38,6 +52,19 @@ def no_blas_threads() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For bodies that make many objects of which none is garbage: each collection goes through all that the process
+    has, which takes a quarter of the time of importing torch and transformers."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def die_with_parent(parent: int) -> None:

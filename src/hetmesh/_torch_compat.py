@@ -55,8 +55,8 @@ def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
-    """FSDP2 modules in the autograd graph behind `roots` that average their gradients because nobody told them
-    otherwise (`set_gradient_divide_factor`): name and over how many ranks.
+    """FSDP2 modules in the autograd graph of `roots` that average their gradients because nobody asked for
+    anything else (`set_gradient_divide_factor`): name and over how many ranks.
 
     FSDP puts a node of its own on the inputs of a module, where they carry a gradient; it knows the parameters.
     """
@@ -72,7 +72,7 @@ def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
 
 
 def graph_nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    """All nodes of the autograd graph behind `roots`, some of which may be None."""
+    """All nodes of the autograd graph of `roots`, some of which may be None."""
     todo, seen = [node for node in roots if node is not None], set()
     while todo:
         node = todo.pop()

@@ -120,11 +120,7 @@ def _check_forks(recipe: Recipe) -> None:
 
 def _compare_once(recipe: Recipe, world: World) -> None:
     """Compare modules with transformers' own, where the recipe's directory was not compared yet; rank 0 starts the
-    process that does.
-
-    Raises:
-        SelfCheckError: on all ranks: they differ, or could not be compared.
-    """
+    process that does. Raises SelfCheckError: on all ranks: they differ, or could not be compared."""
     failed = [""]
     if world.rank == 0 and needs_self_check(recipe):
         try:

@@ -17,9 +17,9 @@ import tomli
 
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
 
-DEEPEST = 100
+MAX_LEVELS = 100
 """Levels of lists and objects in JSON that is read. Python's own limit depends on who calls."""
-LONGEST = 1 << 24
+MAX_TEXT_BYTES = 1 << 24
 """Bytes of a text that a person names: a device may have no end."""
 
 
@@ -35,10 +35,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
     """Write `to_json(value)` to `path`; whoever reads meanwhile, or after a kill, finds the old file or the new one.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    Raises OutputError: it cannot be written."""
     path = Path(path)
     with writing(path):
         temporary = path.with_name(path.name + ".part")
@@ -47,11 +44,8 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
 
 
 def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """A file to read.
-
-    Raises:
-        OSError: it cannot be read, or is a pipe or device, whose opening or reading may never end.
-    """
+    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, whose opening or reading may never
+    end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     return open(path, "rb", buffering)
@@ -87,22 +81,19 @@ def read_text(path: str | Path) -> str:
     """A text of UTF-8 that a person names, who may give a pipe (`<(...)` of a shell).
 
     Raises:
-        OSError: it cannot be read, or is longer than `LONGEST`.
+        OSError: it cannot be read, or is longer than `MAX_TEXT_BYTES`.
         ValueError: it is not UTF-8, or the name holds a null byte.
     """
     with open(path, "rb") as file:
-        data = file.read(LONGEST + 1)
-    if len(data) > LONGEST:
-        raise OSError(f"it is longer than {LONGEST} bytes")
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise OSError(f"it is longer than {MAX_TEXT_BYTES} bytes")
     return data.decode("utf-8")
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says.
-
-    Raises:
-        ValueError: it is none, is nested too deep, or holds numbers of thousands of digits.
-    """
+    """What a TOML text says. Raises ValueError: it is none, is nested too deep, or holds numbers of thousands of
+    digits."""
     try:
         return tomli.loads(text)
     except RecursionError as error:
@@ -123,7 +114,7 @@ def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
         value = json.loads(text, object_pairs_hook=pairs)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
-    if text.count("[") + text.count("{") > DEEPEST:  # else it cannot be
+    if text.count("[") + text.count("{") > MAX_LEVELS:  # else it cannot be
         _check_depth(value)
     if "\\ud" in text or "\\uD" in text:  # else no text can hold any
         json.dumps(value, ensure_ascii=False).encode()
@@ -132,12 +123,12 @@ def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] |
 
 def _check_depth(value: Any) -> None:
     level = [value]
-    for _ in range(DEEPEST):
-        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [each for some in inside for each in some if isinstance(each, dict | list)]
+    for _ in range(MAX_LEVELS):
+        inside = (node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list))
+        level = [node for nodes in inside for node in nodes if isinstance(node, dict | list)]
         if not level:
             return
-    raise ValueError(f"it is nested more than {DEEPEST} levels deep")
+    raise ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
 
 
 def place_in(folders: Sequence[Path], name: str) -> Path:
@@ -165,7 +156,7 @@ def _real(folder: str) -> str:
 @lru_cache(maxsize=64)
 def _roots(folder: str) -> tuple[str, ...]:
     real = Path(os.path.realpath(folder))
-    cached = [each.parent / "blobs" for each in (real, *real.parents) if each.name == "snapshots"]
+    cached = [parent.parent / "blobs" for parent in (real, *real.parents) if parent.name == "snapshots"]
     return tuple(os.path.join(root, "") for root in (real, *cached))
 
 
@@ -207,5 +198,5 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

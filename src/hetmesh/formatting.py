@@ -1,8 +1,9 @@
-"""Counts, ranks and tables as text for people."""
+"""Counts, ranks, tables and values of TOML as text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 def counted(n: int, one: str, many: str | None = None) -> str:
@@ -24,6 +25,15 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def toml(value: object) -> str:
+    """A value of TOML on one line."""
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{json.dumps(str(key))} = {toml(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)  # texts, numbers and truth values are written alike
 
 
 def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> Iterator[str]:

@@ -14,6 +14,7 @@ from hetmesh.boundary.process_groups import (
     most_on_a_rank,
     tied_pairs,
 )
+from hetmesh.boundary.transport import MEMORY
 from hetmesh.graph import stage_graph
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
@@ -101,14 +102,17 @@ def test_channels_of_a_rank_are_bounded(most):
     assert all(set(c.ranks) >= {*stages.ranks_of(e.source)} for e, c in found.of_edge.items())
 
 
-def made(rank, names):
+def made(rank, names, shared_memory):
     world, seen = World.current(), []
+    world.connect()
+    local_peers, world.local_peers = world.local_peers, world.local_peers if shared_memory else None
     for name, overrides in names:
         world._groups.clear()
         world._meshes.clear()
         recipe = load_recipe(RECIPES / f"{name}.toml", overrides)
         Job.assemble(resolve(recipe), world)
         seen.append({ranks for ranks in world._groups if len(ranks) > 1})
+    world.local_peers = local_peers
     return seen
 
 
@@ -117,9 +121,11 @@ JOBS = [("digits", ()), ("digits_colocated", ()), ("digits", PIPELINE)]
 
 
 @pytest.mark.slow
-def test_a_run_makes_the_groups_that_were_foretold(pool4):
-    for job, seen in enumerate(zip(*pool4.run(made, JOBS), strict=True)):
+@pytest.mark.parametrize(("shared_memory", "link"), [(False, "gloo"), (True, MEMORY)])
+def test_a_run_makes_the_groups_that_were_foretold(pool4, shared_memory, link):
+    """None for edges where all ranks share memory."""
+    for job, seen in enumerate(zip(*pool4.run(made, JOBS, shared_memory), strict=True)):
         name, overrides = JOBS[job]
-        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides))[2])
+        groups = set(foretold(load_recipe(RECIPES / f"{name}.toml", overrides), link)[2])
         everyone = {tuple(range(4))}  # made by the first step
         assert all(ranks | everyone == groups for ranks in seen), name

@@ -1,5 +1,7 @@
 """hetmesh.redistribute on real processes and random layouts: content, exact adjoint, and bytes counted by the log."""
 
+import copy
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,13 +13,27 @@ from hetmesh.boundary import World, backward, redistribute
 from hetmesh.testing import bounds, executor, strategies
 
 ITEMSIZE = 8
+HOSTS = st.sampled_from([(4, 8), (2,), (1,)])  # ranks per host: messages within one go through shared memory
 TRANSPORTS = st.sampled_from(["auto", "auto", "p2p", "all_to_all"])
 
 
-def cross(rank, pair, transport):
-    """One boundary there and back; returns what this rank saw."""
+def cross(rank, pair, transport, per_host):
+    """One boundary there and back, as if each host had that number of ranks; returns what this rank saw."""
     world = World.current()
+    world.connect()
     world.log.clear()
+    local_peers = world.local_peers
+    if world.size not in per_host:
+        world.local_peers = copy.copy(local_peers)
+        near = {r: peer for r, peer in local_peers.peers.items() if r // per_host[0] == rank // per_host[0]}
+        world.local_peers.peers, world.local_peers.everyone = near, False
+    try:
+        return there_and_back(rank, world, pair, transport)
+    finally:
+        world.local_peers = local_peers
+
+
+def there_and_back(rank, world, pair, transport):
     x = y_expected = None
     if rank in pair.src.mesh:
         x = executor.draw(pair.src, pair.shape, seed=1)[rank].requires_grad_()
@@ -73,17 +89,17 @@ def _held_once(pair):
 
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(4), TRANSPORTS, HOSTS), min_size=8, max_size=8))
 def test_random_layouts_on_four_processes(pool4, cases):
-    """>= 200 pairs (28 x 8) on real processes."""
+    """160 pairs (20 x 8) on real processes."""
     for (pair, *_), results in zip(cases, pool4.run_many(cross, cases), strict=True):
         check(pair, results)
 
 
 @pytest.mark.slow
 @settings(max_examples=4, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS), min_size=8, max_size=8))
+@given(cases=st.lists(st.tuples(strategies.layout_pairs(8), TRANSPORTS, HOSTS), min_size=8, max_size=8))
 def test_random_layouts_on_eight_processes(pool8, cases):
-    """>= 60 pairs (8 x 8) on real processes."""
+    """32 pairs (4 x 8) on real processes."""
     for (pair, *_), results in zip(cases, pool8.run_many(cross, cases), strict=True):
         check(pair, results)

@@ -96,7 +96,7 @@ def test_what_is_ignored_stays_ignored():
 
 
 def test_who_lost_a_peer_is_not_the_cause():
-    lost = Failure(0, "BoundaryError: SEND0: boundary 'a->b': rank 0 lost rank 2: socket closed", "Traceback")
+    lost = Failure(0, "BoundaryError: SEND0: boundary 'a->b': rank 0 lost rank 2: its process has ended", "Traceback")
     cause = Failure(2, "SampleError: sample 'x': its image is broken", "Traceback")
     assert lost.lost_peer
     assert first_cause([lost, cause]) == cause

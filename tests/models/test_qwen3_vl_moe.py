@@ -8,7 +8,7 @@ from torch import nn
 from hetmesh.errors import RecipeError
 from hetmesh.models import MODELS
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.named.qwen3_vl_moe_text import Qwen3VLMoeTextAdapter
+from hetmesh.models.named.qwen3_vl_text import Qwen3VLMoeTextAdapter
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.testing.precision import exact_dtypes
 from support import tiny_vlms

@@ -12,7 +12,7 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
-from hetmesh.models.split.text_plan import text_plan
+from hetmesh.models.split.part_plans import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import parse_recipe
@@ -40,7 +40,7 @@ def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_plac
     assert set(whole.owners) == set(whole.checkpoint_names)
     assert whole.owners["model.image_newline"] == "vision"  # beside tower, projector and LLM
     assert whole.owners["lm_head.weight"] == "llm"
-    parts = [dict(whole.part(whole.build(), part).named_parameters()) for part in ("vision", "llm")]
+    parts = [dict(whole.keep_part(whole.build(), part, whole.owners).named_parameters()) for part in ("vision", "llm")]
     assert not parts[0].keys() & parts[1].keys()
     assert parts[0].keys() | parts[1].keys() == set(whole.owners)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
-from hetmesh.models.named.fused_experts import two_halves
+from hetmesh.models.named.qwen3_moe import two_halves
 from hetmesh.parallel.experts import ExpertLayers, apply_expert_parallel
 from hetmesh.parallel.experts.token_exchange import ExpertRanks, sum_choices
 

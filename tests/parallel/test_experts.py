@@ -10,15 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.errors import BoundaryError
-from hetmesh.models.named.fused_experts import two_halves
+from hetmesh.models.named.qwen3_moe import two_halves
 from hetmesh.parallel.experts import apply_expert_sharding
 from hetmesh.parallel.experts import block as block_module
 from hetmesh.parallel.experts import token_exchange as exchange
-from hetmesh.parallel.experts.block import make_expert_block
-from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample
-from hetmesh.parallel.experts.products import grouped_linear
-from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.block import ExpertLayers, grouped_linear, make_expert_block
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens, balance_terms, choices_per_sample
 from hetmesh.parallel.experts.token_exchange import ExpertRanks, count_choices, even_counts
 from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 

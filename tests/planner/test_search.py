@@ -10,7 +10,7 @@ import pytest
 from hetmesh.cli import main
 from hetmesh.cost import Coefficients, Profile, layer_kind
 from hetmesh.cost.fitted import PARTS
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 from hetmesh.graph import MetaArrays, Stage
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
 from hetmesh.planner.candidates import can_run, microbatch_sizes
@@ -192,7 +192,7 @@ def test_degrees_and_sizes_that_are_no_powers_of_two_are_tried_where_they_are_fi
     ],
 )
 def test_wishes_that_cannot_be_are_named(key, value, said):
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(UsageError, match=said):
         problem(fixed={key: value})
 
 

@@ -37,7 +37,7 @@ at = "audio"
 
 
 def meshes(text: str) -> dict[str, MeshSpec]:
-    return dict(parse_recipe(MODULES + text).meshes())
+    return dict(parse_recipe(MODULES + text).wiring.meshes)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_module_with_two_consumers_takes_the_first_ones_mesh():
     text = '[modules.head]\nmodel = "mlp"\n[[boundaries]]\nfrom = "vision"\nto = "head"\n'
     text += '[[boundaries]]\nfrom = "head"\nto = "llm"\nat = "thumb"\n'
     text += "[parallelism]\nprojector = {ranks = 1}\nhead = {ranks = 2}\nllm = {ranks = 0}"
-    found = parse_recipe(MODULES + text, ("--modules.vision.media", "image")).meshes()
+    found = parse_recipe(MODULES + text, ("--modules.vision.media", "image")).wiring.meshes
     assert found["vision"] == found["projector"] == MeshSpec.make([1], dp_replicate=1)
 
 
@@ -102,11 +102,11 @@ def test_all_means_every_rank_that_is_named():
 
 def test_run_wide_keys_give_no_layout():
     recipe = parse_recipe(MODULES + "[parallelism]\npipeline_parallel_microbatch_size = 2\nllm = {ranks = '0-1'}")
-    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+    assert recipe.wiring.meshes["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
     assert recipe.batch.microbatch_size == 2
     recipe = parse_recipe(MODULES + "[parallelism.llm]\npipeline_parallel_microbatch_size = 4\nranks = '0-1'")
     assert (recipe.batch.microbatch_size, recipe.batch.num_microbatches) == (4, 2)
-    assert recipe.meshes()["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
+    assert recipe.wiring.meshes["vision"] == MeshSpec.make([0, 1], dp_replicate=2)
 
 
 def test_world_size_counts_idle_ranks():

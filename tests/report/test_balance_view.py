@@ -13,8 +13,7 @@ from hetmesh.errors import GraphError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.balance_text import WIDTH, balance_text, save_balance
 from hetmesh.report.balance_values import Histogram
-from hetmesh.report.balance_view import balance_view
-from hetmesh.report.given_lengths import GivenLengths
+from hetmesh.report.balance_view import GivenLengths, balance_view
 from hetmesh.resolve.predictions import simulate_recipe
 from hetmesh.resolve.resolved import resolve
 

@@ -207,5 +207,8 @@ def test_samples_that_a_run_leaves_out_keep_nobody_from_looking_at_it(monkeypatc
             verb(resolve(load_recipe(RECIPES / "digits_single.toml", [*keys, "stop"])))
 
 
-def test_a_transport_that_every_backend_uses_is_named_once():
-    assert traffic_text(Traffic(8, 8, {"gloo": "p2p", "nccl": "p2p"})).endswith("; by p2p")
+def test_what_one_hosts_memory_carries_is_not_said_to_be_gloos():
+    carried = {"memory": "p2p", "gloo": "p2p", "nccl": "all_to_all"}
+    said = traffic_text(Traffic(8, 8, carried))
+    assert said.endswith("by p2p on memory (CPUs of one host) and gloo, all_to_all on nccl")
+    assert traffic_text(Traffic(8, 8, dict.fromkeys(carried, "p2p"))).endswith("; by p2p")

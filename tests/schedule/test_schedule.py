@@ -7,7 +7,7 @@ import pytest
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, Stage, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import Action, Kind, one_f_one_b, peak_in_flight, sequential, validate
+from hetmesh.schedule import Action, Kind, one_f_one_b, sequential, validate
 
 ONE = MeshSpec.make([0], dp_replicate=1)
 
@@ -76,4 +76,4 @@ def test_a_consumer_of_several_outputs_releases_a_microbatch_once():
         BoundarySpec("vision", "llm", output=o) for o in ("a", "b")
     ]
     schedule = one_f_one_b(stage_graph(ModuleGraph(modules, tuple(boundaries))), 4)
-    assert peak_in_flight(schedule, Stage("vision")) <= 2
+    assert schedule.peaks_in_flight()[Stage("vision")] <= 2

@@ -29,7 +29,7 @@ def draws_alike(recipe: Recipe) -> bool:
 
 
 def _module_draws_alike(recipe: Recipe, name: str) -> bool:
-    module, mesh = recipe.modules[name], recipe.meshes()[name]
+    module, mesh = recipe.modules[name], recipe.wiring.meshes[name]
     keys, lora = _config_keys(module), module.lora if _adapters_dropout(module) else None
     if not keys and lora is None:
         return True

@@ -151,7 +151,7 @@ def _value(value: Any) -> str:
 
 
 def _any_mesh(axis: str) -> Callable[[Recipe], bool]:
-    return lambda recipe: any(mesh.axis_size(axis) > 1 for mesh in recipe.meshes().values())
+    return lambda recipe: any(mesh.axis_size(axis) > 1 for mesh in recipe.wiring.meshes.values())
 
 
 def _models(*names: str) -> Callable[[Recipe], bool]:
@@ -180,7 +180,7 @@ def _layout_key(key: str) -> Callable[[Recipe], bool]:
 
 def _relation(holds: Callable[[set[int], set[int]], bool]) -> Callable[[Recipe], bool]:
     def found(recipe: Recipe) -> bool:
-        meshes = recipe.meshes()
+        meshes = recipe.wiring.meshes
         sink = set(meshes[recipe.sink].ranks)
         return any(holds(set(mesh.ranks), sink) for name, mesh in meshes.items() if name != recipe.sink)
 
@@ -221,7 +221,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "identical ranks": _relation(lambda a, b: a == b),
     "disjoint ranks": _relation(lambda a, b: not a & b),
     "overlapping ranks": _relation(lambda a, b: bool(a & b) and a != b),
-    "permuted ranks": lambda r: any(list(m.ranks) != sorted(m.ranks) for m in r.meshes().values()),
+    "permuted ranks": lambda r: any(list(m.ranks) != sorted(m.ranks) for m in r.wiring.meshes.values()),
     "lanes that do not divide": _uneven_lanes,
     "data parallel": _any_mesh("dp_replicate"),
     "FSDP": _any_mesh("dp_shard"),
@@ -230,9 +230,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "experts that move": _layout_key("expert_placement_interval"),
     "sequence parallel": _layout_key("enable_sequence_parallel"),
     "context parallel": _any_mesh("cp"),
-    "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.meshes().items() if n != r.sink),
+    "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.wiring.meshes.items() if n != r.sink),
     "pipeline": _any_mesh("pp"),
-    "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.meshes().items() if n != r.sink),
+    "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.wiring.meshes.items() if n != r.sink),
     "layers per stage": _layout_key("pipeline_parallel_layers_per_stage"),
     "layers by name": _layout_key("module_fqns_per_model_part"),
     **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},

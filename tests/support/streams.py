@@ -229,11 +229,12 @@ class StreamedCpu(Accelerator):
 
 @contextmanager
 def streamed(world: World) -> Iterator[Races]:
-    """Inside, `world` computes on a `StreamedCpu`; jobs are built there."""
-    accelerator, before = StreamedCpu(world.device), world.accelerator
-    world.accelerator = accelerator
+    """Inside, `world` computes on a `StreamedCpu`, and ranks share no memory; jobs are built there. Collective."""
+    world.connect()
+    accelerator, before = StreamedCpu(world.device), (world.accelerator, world.local_peers)
+    world.accelerator, world.local_peers = accelerator, None
     try:
         with accelerator.races:
             yield accelerator.races
     finally:
-        world.accelerator = before
+        world.accelerator, world.local_peers = before

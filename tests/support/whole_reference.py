@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.models import pretrained_of
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, load_whole, whole_logits
 from hetmesh.models.split.llm_half import use_loop_in_fp64
-from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import PROJECTOR, whole_model
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.recipe.recipe import Recipe

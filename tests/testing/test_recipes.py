@@ -69,7 +69,7 @@ def test_tables_survive_as_toml():
 def work(case: RecipeCase) -> int:
     """About how long a recipe takes: its ranks, stages, microbatches and samples."""
     recipe = case.recipe
-    stages = sum(mesh.axis_size("pp") for mesh in recipe.meshes().values())
+    stages = sum(mesh.axis_size("pp") for mesh in recipe.wiring.meshes.values())
     microbatches = recipe.batch.num_microbatches * recipe.batch.global_batch_size
     return len(recipe.wiring.ranks) * (10 + stages * microbatches) * (4 if has_run(recipe) else 1)
 
@@ -232,7 +232,7 @@ def test_sequence_parallelism_is_not_drawn_with_layers_that_need_all_tokens_and_
     cases = draw_recipes(16, 2, 4, graphs=("directories",))
     linear = [case for case in cases if "linear_attention" in case.features]
     assert not any("sequence parallel" in case.features for case in linear)
-    case = next(case for case in linear if case.recipe.meshes()["llm"].axis_size("tp") > 1)
+    case = next(case for case in linear if case.recipe.wiring.meshes["llm"].axis_size("tp") > 1)
     tables = tomli.loads(case.text)
     tables["parallelism"].get("llm", tables["parallelism"])["enable_sequence_parallel"] = True
     with pytest.raises(RecipeError, match=r"layers of kind \['linear_attention'\]"):

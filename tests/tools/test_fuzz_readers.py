@@ -28,8 +28,8 @@ from hetmesh.data.images.image_processor import ImageProcessor
 from hetmesh.data.images.image_tiles import tiling_of
 from hetmesh.data.media_reader import RecordingProcessor
 from hetmesh.data.metadata_index import load_index
+from hetmesh.data.stores.open_store import Tables
 from hetmesh.data.stores.store import npy_shape
-from hetmesh.data.stores.table_rows import Tables
 from hetmesh.data.stores.tar_shards import TarShards
 from hetmesh.errors import CheckpointError, HetmeshError, RecipeError, SampleError
 from hetmesh.export.directory_files import copy_files

@@ -8,7 +8,7 @@ import torch
 from hetmesh.errors import SelfCheckError
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.verify.self_check import LARGEST, TOLERANCE, check_close, relative, self_check
+from hetmesh.verify.self_check import MAX_TOLERANCE, TOLERANCE, check_close, relative, self_check
 from support import tiny_vlms
 
 ROWS = torch.tensor([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]])
@@ -36,7 +36,7 @@ def test_the_bound_grows_with_rounding_up_to_a_limit():
     with pytest.raises(
         SelfCheckError, match=r"although with these weights rounding of the tokens alone changes 1\.0e-01"
     ):
-        check_close(ROWS * (1 + 2 * LARGEST), ROWS, "they", noise=0.1)
+        check_close(ROWS * (1 + 2 * MAX_TOLERANCE), ROWS, "they", noise=0.1)
     with pytest.raises(SelfCheckError, match=r"they have shape \(2, 2\)"):
         check_close(ROWS[:2], ROWS, "they")
 

@@ -1,8 +1,8 @@
-"""Balancing: samples to lanes and microbatches, as pure functions of metadata. One file per policy."""
+"""Balancing: samples to lanes and microbatches, as pure functions of metadata."""
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
-from hetmesh.balance.imbalance import Spread, spread
+from hetmesh.balance.imbalance import spread
 from hetmesh.balance.plan_batch import (
     BalanceOptions,
     batch_loads,
@@ -12,6 +12,6 @@ from hetmesh.balance.plan_batch import (
     plan_batch,
 )
 from hetmesh.balance.policies import DEFERRING, POLICIES
-from hetmesh.balance.route_layouts import EdgeLayouts, Runs, boundary_layouts, edge_layouts, route_runs, row_space
+from hetmesh.balance.route_layouts import Runs, boundary_layouts, edge_layouts, route_runs, row_space
 from hetmesh.balance.run_balancer import assign
-from hetmesh.balance.step_lengths import Score, pipeline_score
+from hetmesh.balance.step_lengths import pipeline_score

@@ -74,7 +74,7 @@ class BatchLoads:
         return any(self.padding)
 
     def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Work of the last module for so many samples each as long as `lengths`, targets left out."""
+        """Work of the last module for `counts` samples, each as long as `lengths`, targets left out."""
         row, square = self.padding
         return counts * (row * lengths + square * lengths**2)
 
@@ -229,11 +229,7 @@ def _sums(values: np.ndarray, bins: np.ndarray, count: int) -> np.ndarray:
 
 
 def check(loads: BatchLoads, slots: Slots, assignment: Assignment) -> Assignment:
-    """`assignment`, if it keeps every cap of `slots`.
-
-    Raises:
-        GraphError: names the module, microbatch, lane and cap.
-    """
+    """`assignment`, if it keeps every cap of `slots`. Raises GraphError: names the module, microbatch, lane and cap."""
     for i, (name, bins) in enumerate(zip(loads.modules, assignment.sums(loads.tokens), strict=True)):
         cap = slots.max_tokens[i]
         if cap is not None and bins.size and bins.max() > cap:

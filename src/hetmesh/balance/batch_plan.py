@@ -97,11 +97,8 @@ class BatchPlan:
         return MetaArrays.of(self.samples)
 
     def row_counts(self, boundary: BoundarySpec) -> np.ndarray:
-        """Rows of each sample that go over `boundary`; int64 `[samples]`.
-
-        Raises:
-            GraphError: the metadata of a sample was not expanded.
-        """
+        """Rows of each sample that go over `boundary`; int64 `[samples]`. Raises GraphError: the metadata of a sample
+        was not expanded."""
         rows = self.metas.rows.get(boundary.source)
         if rows is None:
             rows = np.full(len(self.samples), UNKNOWN)

@@ -29,7 +29,7 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
         if found[name] == name and name != graph.sink.name and len(producers) == 1:
             only = producers.pop()
             if graph[name].mesh == graph[only].mesh:
-                found |= {each: found[only] for each, leader in found.items() if leader == name}
+                found |= {follower: found[only] for follower, leader in found.items() if leader == name}
     first: dict[str, str] = {graph.sink.name: graph.sink.name}  # of a group the encoder leads, unless the sink is in it
     for name in graph.order:
         first.setdefault(found[name], name)
@@ -67,17 +67,14 @@ def lane_ranks(module: ModuleSpec) -> Sequence[frozenset[int]]:
 
 
 def pipelines(graph: ModuleGraph, name: str) -> tuple[tuple[int, ...], ...]:
-    """Per lane of the sink the lanes of a module on its ranks, ascending: Optimus' encoder pipelines.
-
-    Raises:
-        GraphError: they are not equally many, or a lane of the module lies on ranks of several lanes, or of none.
-    """
+    """Per lane of the sink the lanes of a module on its ranks, ascending: Optimus' encoder pipelines. Raises
+    GraphError: they are not equally many, or a lane of the module lies on ranks of several lanes, or of none."""
     shared = lane_affinity(graph[name], graph.sink)
     count, lanes = graph.sink.num_lanes, graph[name].num_lanes
     if shared is not None and ((shared > 0).sum(1) == 1).all():
         own = shared.argmax(1)
         found = tuple(tuple(np.flatnonzero(own == lane).tolist()) for lane in range(count))
-        if all(len(each) * count == lanes for each in found):
+        if all(len(lanes_of_pipeline) * count == lanes for lanes_of_pipeline in found):
             return found
     raise GraphError(
         f"{name!r} has {lanes} lanes and {graph.sink.name!r} has {count}: each of the latter needs equally many of the "

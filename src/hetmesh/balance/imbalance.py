@@ -77,9 +77,9 @@ def batch_load(loads: BatchLoads, assignment: Assignment, *, padded: bool) -> Ba
         padded: whether the last module pads its samples to the longest of each microbatch and lane.
     """
     modules = {}
-    for name, each in spread(loads, assignment).items():
+    for name, even in spread(loads, assignment).items():
         padding = _padding(loads, assignment) if padded and name == loads.modules[-1] else 0.0
-        modules[name] = ModuleLoad(each.over_mean, each.deviation / each.mean if each.mean else 0.0, padding)
+        modules[name] = ModuleLoad(even.over_mean, even.deviation / even.mean if even.mean else 0.0, padding)
     return BatchLoad(modules, int(_late(assignment).sum()))
 
 

@@ -57,7 +57,7 @@ def resplit(
         return bins.copy()
     state = _State(load, bins, target, equal_counts)
     enough = tolerance * SCALE + (0 if target is not None else state.excess.mean(1, keepdims=True))
-    cost = _squared if limit is None else _guarded(limit)
+    cost: Cost = (lambda _, difference, __: difference * difference) if limit is None else _guarded(limit)
     for i in range(seed, seed + rounds):
         if tolerance and i % 4 == 0 and state.settled(enough):
             break
@@ -91,10 +91,6 @@ def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_
         partner = rest[by_load if i % 3 == 0 else scrambled(len(rest), 3000 + i)][: len(high)]
         state.exchange(high[: len(partner)], partner, *state.places(i), cost)
     return state.bins
-
-
-def _squared(module: int, difference: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return difference * difference
 
 
 def _guarded(limit: np.ndarray) -> Cost:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
 from hetmesh.balance.policies import POLICIES, auto
-from hetmesh.balance.step_lengths import Score, pipeline_score, with_microbatches
+from hetmesh.balance.step_lengths import Score, pipeline_score
 from hetmesh.errors import GraphError
 
 MICROBATCH_FACTORS = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
@@ -53,7 +54,7 @@ def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> 
     problem: GraphError | None = None
     for counts in _numbers_of_microbatches(slots):
         try:
-            found = _run(loads, with_microbatches(slots, counts), policy, score)
+            found = _run(loads, replace(slots, microbatches=counts), policy, score)
         except GraphError as error:  # too few for a cap, perhaps
             problem = problem or error
             continue

@@ -24,9 +24,7 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
     """The length of a 1F1B step under `slots`, of the slowest group of lanes, in the unit of `loads.work`."""
 
     def score(assignment: Assignment) -> float:
-        adapted = slots
-        if assignment.microbatches != slots.microbatches:
-            adapted = with_microbatches(slots, assignment.microbatches)
+        adapted = replace(slots, microbatches=assignment.microbatches)
         work = BatchBlocks(adapted).by_window(assignment, loads)
         work = work.max(0, keepdims=True) if slots.lockstep else work
         late = BatchBlocks(adapted).late(assignment) if assignment.deferred.any() else None
@@ -37,11 +35,6 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         return float(step_lengths(work, slots.stages, slots.backward, late=late, more=more).max(initial=0.0))
 
     return score
-
-
-def with_microbatches(slots: Slots, microbatches: Sequence[int]) -> Slots:
-    """`slots` with other numbers of microbatches."""
-    return replace(slots, microbatches=tuple(microbatches))
 
 
 def step_lengths(

@@ -55,11 +55,6 @@ def no_larger(found: Assignment, plain: Assignment, loads: BatchLoads) -> bool:
     return all(int(own.max()) <= SLACK_RATIO * max(int(other.max()), int(sample)) for own, other, sample in each)
 
 
-def with_empty_windows(assignment: Assignment, slots: Slots) -> Assignment:
-    """`assignment` with empty microbatches at its end, as many as `slots` has more."""
-    return replace(assignment, microbatches=slots.microbatches)
-
-
 WINDOW_FACTORS = (0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)
 """Of the number asked for."""
 SPARE_PLACES = 2  # empty places per bin beside the mean count
@@ -93,11 +88,7 @@ def _rough_length(loads: BatchLoads, slots: Slots, score: Score) -> float:
 
 
 def rough_assignment(loads: BatchLoads, slots: Slots) -> Assignment:
-    """The longest first, and no exchanges.
-
-    Raises:
-        GraphError: no way was found to keep a cap.
-    """
+    """The longest first, and no exchanges. Raises GraphError: no way was found to keep a cap."""
     blocks = BatchBlocks(slots)
     table = longest_first(blocks.normalised(loads), blocks.count, -(-len(loads) // blocks.count) + SPARE_PLACES)
     return from_blocks(loads, slots, from_table(table, len(loads)), policy="longest first")

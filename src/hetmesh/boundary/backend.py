@@ -36,12 +36,14 @@ class Backend:
     Attributes:
         name: as torch.distributed calls it.
         device_type: where its tensors lie.
+        shares_memory: whether ranks of one host exchange messages through memory that both see, and not by `post`.
         by_order: whether messages are matched by their order on a communicator, and not by tags: then each purpose has
             a separate communicator (`process_groups.Channel`).
     """
 
     name: str = "gloo"
     device_type: str = "cpu"
+    shares_memory: bool = True
     by_order: bool = False
 
     @property
@@ -117,6 +119,7 @@ class Nccl(Backend):
 
     name: str = "nccl"
     device_type: str = "cuda"
+    shares_memory: bool = False
     by_order: bool = True
 
     def connect(self, device: torch.device, group: Group = None) -> None:

@@ -51,7 +51,7 @@ class Exchange:
     ) -> None:
         self.world, self.plan, self.label, self.dtype = world, plan, label, dtype
         self._tag, self._group = tag, group
-        self.transport = choose(plan, world.backend.link, transport)
+        self.transport = choose(plan, world.link, transport)
         self._check_local(local)
         self._local = local
         self._result: Tensor | None = None

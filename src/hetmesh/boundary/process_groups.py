@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hetmesh.boundary.transport import may_use_all_to_all
+from hetmesh.boundary.transport import MEMORY, may_use_all_to_all
 from hetmesh.cost import ModuleShape
 from hetmesh.graph import Edge, ModuleGraph, ModuleSpec, StageGraph, dense_mesh, stage_graph
 from hetmesh.layout import MeshSpec
@@ -65,7 +65,7 @@ def job_groups(
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
-        link: what carries messages (`Backend.link`); empty where it is not known: as on NCCL, which needs channels.
+        link: what carries messages (`World.link`); empty where it is not known: as on NCCL, which needs channels.
     """
     by_order = not link or "nccl" in link
     groups: dict[Ranks, None] = {}
@@ -77,7 +77,7 @@ def job_groups(
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     channels = job_channels(graph) if by_order else None
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), channels=channels))
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     own = () if channels is None else (channel.ranks for channel in channels.all)
     return (*(ranks for ranks in groups if len(ranks) > 1), *own)
@@ -125,8 +125,12 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(stages: StageGraph, transport: str = "auto", channels: Channels | None = None) -> Iterator[Ranks]:
+def edge_groups(
+    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
+) -> Iterator[Ranks]:
     """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
+    if link == MEMORY and transport == "auto":
+        return
     for edge in stages.edges:
         if channels is not None and edge in channels.of_edge:
             continue

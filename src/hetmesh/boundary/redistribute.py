@@ -212,7 +212,7 @@ class _Crossing:
     def prepare(self) -> None:
         """Build process groups and meshes here, where every rank passes: building them is collective."""
         for plan, transport in zip((self.plan, self.back), self.transports, strict=True):
-            chosen = choose(plan, self.world.backend.link, transport)
+            chosen = choose(plan, self.world.link, transport)
             if chosen == "all_to_all":
                 for step in plan.steps:
                     self.world.group(sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.backend import Posted
+from hetmesh.boundary.local_peers import LocalPeer, PendingReceive
 from hetmesh.boundary.log import Label
 from hetmesh.boundary.rank_step import LocalPiece, RankStep, rank_step
 from hetmesh.boundary.watchdog import timed_out
@@ -18,8 +19,8 @@ from hetmesh.boundary.world import World
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.layout import TransferStep
 
-_Arrived = tuple[LocalPiece, Tensor, int]
-"""A message that is not received in place: its buffer, and where it begins in it."""
+_Arrived = tuple[LocalPiece, Tensor | PendingReceive, int]
+"""A message that is not received in place: its buffer and where it begins in it, or what a local peer sends."""
 
 
 class StepMessages:
@@ -68,7 +69,10 @@ class StepMessages:
         if collective:
             self._post_all_to_all(step, tag)
         elif self.step.messages:
-            self._post(tag)
+            if world.local_peers is None or not world.local_peers.everyone:
+                self._post(tag)
+            if world.local_peers is not None:
+                self._exchange_locally(world.local_peers.peers, tag)
             self.world.log.add_messages(self.label, self.step.messages, self.dtype.itemsize, "p2p")
         if not self.step.order:  # summands wait, so that sums do not depend on arrival
             self._put_own()
@@ -91,7 +95,7 @@ class StepMessages:
         """Where messages arrive: in the result where their place is one run of it, else in a buffer."""
         places = []
         buffer = self._buffer(self.step.received_packed) if self.step.received_packed else None
-        for part in self.step.receives:
+        for part in self._not_local(self.step.receives):
             if part.flat:
                 assert self.out is not None
                 place = part.blocks[0].of(self.out)
@@ -105,7 +109,7 @@ class StepMessages:
     def _messages(self) -> Iterator[tuple[int, Tensor]]:
         """What to send: the place in the source where that is one run of it, else packed when it is asked for."""
         buffer = self._buffer(self.step.sent_packed) if self.step.sent_packed else None
-        for part in self.step.sends:
+        for part in self._not_local(self.step.sends):
             assert self.local is not None
             if part.flat:
                 message = part.blocks[0].of(self.local, self.base)
@@ -114,6 +118,32 @@ class StepMessages:
                 message = buffer[part.start : part.start + part.numel]
                 self._pack(part, buffer, part.start)
             yield part.peer, self._counted(message, part)
+
+    def _not_local(self, parts: Iterable[LocalPiece]) -> Iterator[LocalPiece]:
+        """Those whose messages the backend carries, and not shared memory."""
+        local_peers = self.world.local_peers
+        return (part for part in parts if local_peers is None or part.peer not in local_peers.peers)
+
+    def _exchange_locally(self, peers: Mapping[int, LocalPeer], tag: int) -> None:
+        """Expect the messages of ranks on this host, and pack those for them in shared memory."""
+        for part in self.step.receives:
+            if part.peer in peers:
+                receive = PendingReceive(peers[part.peer], tag, part.numel, self.dtype)
+                self.arrived.append((part, receive, 0))
+                self.receives.append((part.peer, receive))
+        for part in self.step.sends:
+            if part.peer in peers:
+                peer, self._peer = peers[part.peer], part.peer
+                try:
+                    start, message = peer.writer.take(part.numel, self.dtype)
+                except OSError as error:
+                    lack = f"no memory to share with rank {part.peer} for {part.numel} elements"
+                    raise BoundaryError(f"{self.label}: {lack}: {error}") from error
+                self._pack(part, message, int(message.storage_offset()))
+                try:
+                    peer.send(tag, start, part.numel, self.world.timeout)
+                except RuntimeError as error:
+                    raise self._lost(error) from error
 
     def _post_all_to_all(self, step: TransferStep, tag: int) -> None:
         ranks = sorted({*step.src.mesh.ranks, *step.dst.mesh.ranks})
@@ -151,7 +181,12 @@ class StepMessages:
         for block, at in zip(part.blocks, part.packed, strict=True):
             at.of(buffer, start).copy_(block.of(self.local, self.base))
 
-    def _put(self, part: LocalPiece, source: Tensor, start: int, *, add: bool = False) -> None:
+    def _put(self, part: LocalPiece, source: Tensor | PendingReceive, start: int, *, add: bool = False) -> None:
+        if isinstance(source, PendingReceive):
+            assert source.message is not None
+            self._put(part, source.message, int(source.message.storage_offset()), add=add)
+            source.release()
+            return
         assert self.out is not None
         for block, at in zip(part.blocks, part.packed, strict=True):
             _move(at.of(source, start), block.of(self.out), add)

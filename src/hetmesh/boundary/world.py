@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import inspect
 import os
@@ -20,11 +21,15 @@ from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary import pending
 from hetmesh.boundary.accelerator import Accelerator, Buffers, Cuda
 from hetmesh.boundary.backend import Backend, Nccl
+from hetmesh.boundary.local_peers import LocalPeers
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.process_groups import Channel
+from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
+
+_MAX_CLOSING_S = 30.0  # that a rank which is done waits for others on its host to read what it sent
 
 _current: World | None = None
 _joined = 0  # jobs that this process has joined; equal on all ranks
@@ -47,6 +52,7 @@ class World:
         log: the communication log.
         watchdog: ends the process when something outlasts the timeout that does not raise by itself.
         buffers: memory for packed messages.
+        local_peers: ranks with which messages are exchanged through shared memory, once `connect` has found any.
         ranks_per_node: consecutive ranks that share a node.
     """
 
@@ -69,6 +75,7 @@ class World:
         self.watchdog = Watchdog(timeout)
         self.buffers = Buffers(self.device)
         self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        self.local_peers: LocalPeers | None = None
         self._connected = False
         self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._channels: dict[Channel, dist.ProcessGroup | None] = {}
@@ -99,12 +106,33 @@ class World:
         self.transfers += 1
         return self.transfers
 
+    @property
+    def link(self) -> str:
+        """What carries messages, for `transport.choose`; equal on all ranks."""
+        return MEMORY if self.local_peers is not None and self.local_peers.everyone else self.backend.link
+
     def connect(self) -> None:
         """Make what the first message between two ranks would make over all of them. Collective; once is enough."""
         if not self._connected:
             self._connected = True
             with self.waiting("the connections between all ranks"):
                 self.backend.connect(self.device)
+                if self.backend.shares_memory:
+                    self.local_peers = LocalPeers.connect(self.rank, self.size)
+            if self.local_peers is not None:
+                atexit.register(self._close_local_peers)  # a script may end without World.close, while others read
+
+    def _close_local_peers(self) -> None:
+        """Release shared memory once other ranks have read what this one sent; after an error without waiting."""
+        if self.local_peers is not None:
+            atexit.unregister(self._close_local_peers)
+            failed = sys.exception() is not None or getattr(sys, "last_type", None) is not None
+            timeout = 0.0 if failed else min(self.timeout, _MAX_CLOSING_S)
+            unread = self.local_peers.close(timeout)
+            self.local_peers = None
+            if unread and not failed:
+                lost = f"rank {self.rank} ends, and {unread} of its messages were not read within {timeout:g} s"
+                print(lost, file=sys.stderr, flush=True)
 
     def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of `ranks` in the order given; None on ranks outside it. Collective over all ranks."""
@@ -232,6 +260,7 @@ class World:
         self._groups.clear()
         self._channels.clear()
         self._meshes.clear()
+        self._close_local_peers()
         if dist.is_initialized():
             dist.destroy_process_group()
         if _current is self:

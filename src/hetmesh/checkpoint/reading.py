@@ -4,14 +4,13 @@ byte with its checksum on the way. An error on one rank is raised on all."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import math
 import os
 import pickle
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from hetmesh._processes import no_garbage_collection
 from hetmesh.boundary import World
 from hetmesh.checkpoint.save_plan import is_plain
 from hetmesh.errors import CheckpointError
@@ -59,20 +59,7 @@ class Index:
         return cls(checksums.read_metadata(path), sums)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """In the body no garbage is looked for: an index is tens of thousands of objects, none of them garbage, and each
-    look goes through all that a run has."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@_uncollected()
+@no_garbage_collection()
 def read_index(world: World, path: Path) -> Index:
     """The index of the checkpoint at `path`, compared with its checksum. Collective. Raises CheckpointError: it has
     changed or cannot be read; on every rank."""
@@ -85,7 +72,7 @@ def read_index(world: World, path: Path) -> Index:
     return index
 
 
-@_uncollected()
+@no_garbage_collection()
 def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> None:
     """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare what is read with its
     checksums. Collective.

@@ -35,7 +35,7 @@ VERBS: Mapping[str, str] = {
 USAGE_ERROR = 2  # exit status where the recipe or the command line is wrong, as argparse's
 FAILURE = 1
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
-UNREAD = 141  # and where who read what was printed is gone (SIGPIPE)
+OUTPUT_CLOSED = 141  # and where who read what was printed is gone (SIGPIPE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `hetmesh report RUN | head`
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would try once more at its end
-        return UNREAD
+        return OUTPUT_CLOSED
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hetmesh._processes import no_garbage_collection
 from hetmesh.recipe.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check the recipe and print what it describes."""
-    with _collection_paused():
+    with no_garbage_collection():
         recipe = load_recipe(args.recipe, overrides)
         resolved, lines = checked(recipe)
     print("\n".join(lines))
@@ -41,19 +40,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(*compare(resolved), sep="\n", flush=True)
     print("ok")
     return 0
-
-
-@contextlib.contextmanager
-def _collection_paused() -> Iterator[None]:
-    """No garbage collection inside: what torch and transformers create on import stays, and looking through it again
-    and again takes a quarter of the time of a check."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[str]]:

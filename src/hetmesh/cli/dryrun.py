@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 from hetmesh.recipe.recipe import load_recipe
 
 
@@ -22,12 +22,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run a step of the recipe in this one process."""
     recipe = load_recipe(args.recipe, overrides)
     if args.rank != "all" and not args.rank.isdecimal():
-        raise RecipeError(f"--rank {args.rank}: give a number, or all")
+        raise UsageError(f"--rank {args.rank}: give a number, or all")
     from hetmesh.dryrun.dry_run import dry_runs
     from hetmesh.files import to_json
     from hetmesh.report.dry_run_text import dry_run_json, dry_run_lines
 
     rank = None if args.rank == "all" else int(args.rank)
-    found = dry_runs(recipe, rank, machine=args.machine, microbatches=args.microbatches)
-    print(to_json(dry_run_json(found), indent=2) if args.json else "\n".join(dry_run_lines(found)))
+    runs = dry_runs(recipe, rank, machine=args.machine, microbatches=args.microbatches)
+    print(to_json(dry_run_json(runs), indent=2) if args.json else "\n".join(dry_run_lines(runs)))
     return 0

@@ -27,8 +27,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     view = explain(resolve(recipe), args.machine)
     if args.png:
         save_picture(view, args.png)
-    if args.json:
-        print(to_json(view.as_json(), indent=2))
-    else:
-        print(as_text(view, shutil.get_terminal_size((120, 24)).columns))
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(to_json(view.as_json(), indent=2) if args.json else as_text(view, width))
     return 0

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "directory")
 
@@ -36,9 +36,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.export.export import export
 
     if overrides:
-        raise RecipeError(f"{overrides[0]}: a run that is over cannot be changed; export takes no recipe keys")
-    found = saved_run(Path(args.run), args.step)
-    print(f"exporting {found.path}", flush=True)
-    done = export(found, Path(args.folder), dtype=KNOWN.get(args.dtype, args.dtype), merge=args.lora == "merged")
-    print("\n".join([*done, f"written to {args.folder}"]))
+        raise UsageError(f"{overrides[0]}: a run that is over cannot be changed; export takes no recipe keys")
+    saved = saved_run(Path(args.run), args.step)
+    print(f"exporting {saved.path}", flush=True)
+    lines = export(saved, Path(args.folder), dtype=KNOWN.get(args.dtype, args.dtype), merge=args.lora == "merged")
+    print("\n".join([*lines, f"written to {args.folder}"]))
     return 0

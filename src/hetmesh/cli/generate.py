@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 
 if TYPE_CHECKING:
     from hetmesh.data.source import Source
@@ -48,13 +48,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     path = Path(args.run)
     if path.is_dir() or (not path.exists() and path.suffix != ".toml"):
         if overrides:
-            raise RecipeError(f"{overrides[0]}: the recipe of a run that is over cannot be changed")
-        found = saved_run(path, args.step)
-        print(f"weights of {found.path}", file=sys.stderr, flush=True)
-        model = OneProcess.load(found.recipe, found, device)
+            raise UsageError(f"{overrides[0]}: the recipe of a run that is over cannot be changed")
+        saved = saved_run(path, args.step)
+        print(f"weights of {saved.path}", file=sys.stderr, flush=True)
+        model = OneProcess.load(saved.recipe, saved, device)
     else:
         if args.step is not None:
-            raise RecipeError("--step is of a run; give its dump folder in place of the recipe")
+            raise UsageError("--step is of a run; give its dump folder in place of the recipe")
         model = OneProcess.load(load_recipe(path, overrides), None, device)
     for line in _held_out(model, args) if args.sample is not None else _asked(model, args):
         print(line, flush=True)
@@ -63,16 +63,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if (args.question is None) == (args.sample is None):
-        raise RecipeError('give a question, or --sample N: hetmesh generate RUN "What is this?" --image FILE')
+        raise UsageError('give a question, or --sample N: hetmesh generate RUN "What is this?" --image FILE')
     if args.sample is not None and args.media:
-        raise RecipeError("--sample N has media of its own; leave --image and --audio out")
+        raise UsageError("--sample N has its own media; leave --image and --audio out")
     if args.max_new_tokens < 1:
-        raise RecipeError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
+        raise UsageError(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
     if not 0 <= args.temperature < float("inf"):
-        raise RecipeError(f"--temperature {args.temperature}: must be a number from 0 on")
+        raise UsageError(f"--temperature {args.temperature}: must be a number from 0 on")
     for _, file in args.media or ():
         if not file.is_file():
-            raise RecipeError(f"{file}: there is no such file")
+            raise UsageError(f"{file}: there is no such file")
 
 
 def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     answer = asker.decode(_tokens(model, source, 0, args))
     if not answer and not args.media and source.placeholders:
         option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
-        raise RecipeError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
+        raise UsageError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
     yield answer
 
 
@@ -97,13 +97,13 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.resolve.samples import held_out_source
 
     if not model.resolved.recipe.validation.enable:
-        raise RecipeError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")
+        raise UsageError("--sample: validation.enable = false, so the recipe has no held-out samples; ask a question")
     source = held_out_source(model.resolved.recipe)
     if source is None:
-        raise RecipeError("--sample: the recipe's data have no validation split; ask a question")
+        raise UsageError("--sample: the recipe's data have no validation split; ask a question")
     index = args.sample
     if not 0 <= index < len(source):
-        raise RecipeError(f"--sample {index}: there are held-out samples 0 to {len(source) - 1}")
+        raise UsageError(f"--sample {index}: there are held-out samples 0 to {len(source) - 1}")
     if isinstance(source, QuestionSource):
         picture, question, truth = source.picture(index), source.question(index), source.answer(index)
         yield from filter(None, (picture, f"Q: {question}"))

@@ -15,7 +15,7 @@ __all__ = ["add_arguments", "run"]
 INDEXED = ("conversations",)
 """Sources that keep an index."""
 
-SHOWN = 10
+MAX_NAMED_SAMPLES = 10
 """Unreadable samples that are named."""
 
 
@@ -27,11 +27,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def index_data(keys: Data) -> Iterator[str]:
-    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
-
-    Raises:
-        RecipeError: a source cannot be made, or has nothing to index.
-    """
+    """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each. Raises
+    RecipeError: a source cannot be made, or has nothing to index."""
     from hetmesh.data.metadata_index import Indexed, build_index, load_index
     from hetmesh.data.recipe_sources import make_source
 
@@ -48,12 +45,12 @@ def index_data(keys: Data) -> Iterator[str]:
             raise
         assert isinstance(source, Indexed)
         path = build_index(source)
-        found = load_index(path, source.index_inputs)
-        assert found is not None
-        metas = found[0]
+        index = load_index(path, source.index_inputs)
+        assert index is not None
+        metas = index[0]
         counts = ", ".join(f"{int(metas.counts(kind).sum())} {kind}" for kind in metas.kinds)
         yield f"{path}: {len(metas)} samples, {int(metas.tokens.sum())} tokens" + (f", {counts}" if counts else "")
-        for reason in list(metas.unreadable.values())[:SHOWN]:
+        for reason in list(metas.unreadable.values())[:MAX_NAMED_SAMPLES]:
             yield f"  cannot be read: {reason}"
-        if len(metas.unreadable) > SHOWN:
-            yield f"  and {len(metas.unreadable) - SHOWN} more"
+        if len(metas.unreadable) > MAX_NAMED_SAMPLES:
+            yield f"  and {len(metas.unreadable) - MAX_NAMED_SAMPLES} more"

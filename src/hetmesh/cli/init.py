@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print or write the recipe, after every check that `hetmesh check` makes of it."""
     if args.ranks is not None and args.ranks < 1:
-        raise RecipeError(f"--ranks {args.ranks}: must be above 0")
+        raise UsageError(f"--ranks {args.ranks}: must be above 0")
     if args.write is not None and Path(args.write).exists():
-        raise RecipeError(f"--write {args.write}: it is there already, perhaps changed by hand; give another name")
+        raise UsageError(f"--write {args.write}: it is there already, perhaps changed by hand; give another name")
     from hetmesh.recipe.hf_path import expand_hf_path
     from hetmesh.recipe.overrides import apply_override, parse_overrides
 
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     folder = raw["data"].get("options", {}).get("media_folder")
     data = None if args.data is None else find_conversations(args.data, folder)
-    found = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
-    text = starter_text(found)
+    first = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
+    text = starter_text(first)
     for line in checked(parse_recipe(text))[1]:
         if line.startswith("note: "):  # of samples that it leaves out, say
             print(line, file=sys.stderr)

@@ -50,11 +50,8 @@ class Place:
 
 
 def find_place(env: Mapping[str, str]) -> Place | None:
-    """The place that the environment `env` gives this process; None where nothing started it as one of several.
-
-    Raises:
-        LaunchError: the variables say that it is one of several, and not which, or not where the others are.
-    """
+    """The place that the environment `env` gives this process; None where nothing started it as one of several. Raises
+    LaunchError: the variables say that it is one of several, and not which, or not where the others are."""
     for launcher, names in _VARIABLES.items():
         if names[0] not in env or names[1] not in env:
             continue
@@ -112,22 +109,16 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     tasks = tasks_on_node(_text(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), node)
     local_size = size if nodes == 1 else tasks or -(-size // nodes)
     local_rank = _number(env, "SLURM_LOCALID")
+    local = rank % local_size if local_rank is None else local_rank, local_size
     hosts = _text(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     step = _text(env, "SLURM_STEP_ID", "SLURM_STEPID")
     note = "" if step or "SLURM_STEP_NUM_TASKS" in env else (
         f"note: waiting for {size - 1} more tasks (SLURM_NTASKS = {size}). In a batch script, start them all with "
         "`srun hetmesh train ...`; without srun nobody else comes"
     )  # fmt: skip
-    return Place(
-        SLURM,
-        rank,
-        size,
-        rank % local_size if local_rank is None else local_rank,
-        local_size,
-        env.get("MASTER_ADDR") or (first_host(hosts) if nodes > 1 and hosts else HOST),
-        _port(env, f"{_text(env, 'SLURM_JOB_ID', 'SLURM_JOBID') or os.getppid()}.{step or 0}"),
-        note,
-    )
+    address = env.get("MASTER_ADDR") or (first_host(hosts) if nodes > 1 and hosts else HOST)
+    port = _port(env, f"{_text(env, 'SLURM_JOB_ID', 'SLURM_JOBID') or os.getppid()}.{step or 0}")
+    return Place(SLURM, rank, size, *local, address, port, note)
 
 
 def first_host(hosts: str) -> str:

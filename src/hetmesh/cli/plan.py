@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 from hetmesh.files import read_text
 from hetmesh.recipe.overrides import parse_value
 from hetmesh.recipe.recipe import load_recipe
@@ -46,24 +46,22 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     for name, value in (("--ranks", args.ranks), ("--shown", args.shown), ("--memory", args.memory)):
         if value is not None and not 0 < value < math.inf:
-            raise RecipeError(f"{name} {value}: must be above 0")
+            raise UsageError(f"{name} {value}: must be above 0")
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
-    from hetmesh.resolve.planning import (
-        batches_to_simulate,
-        not_kept,
-        planned_text,
-        recipe_macro_batch,
-        recipe_problem,
-    )
+    from hetmesh.resolve.planning import batches_to_simulate, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
     fixed: dict[str, object] = {}
-    for key, value in map(_pair, args.fix):
+    for text in args.fix:
+        key, equals, given = text.partition("=")
+        if not equals:
+            raise UsageError(f"--fix {text}: write KEY=VALUE")
+        value = parse_value(given)
         if fixed.setdefault(key, value) != value:
-            raise RecipeError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
+            raise UsageError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
     resolved = resolve(recipe)
     problem = recipe_problem(
@@ -73,10 +71,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     batches = batches_to_simulate(macro, problem.global_batch_size)
     found = search(problem, shown=args.shown, batches=batches)
     seconds = time.perf_counter() - started
-    if args.json:
-        print(to_json(plan_json(problem, found, seconds, macro, batches), indent=2))
-    else:
-        print(plan_text(problem, found, seconds, macro, batches))
+    result = problem, found, seconds, macro, batches
+    print(to_json(plan_json(*result), indent=2) if args.json else plan_text(*result))
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)
         return 1
@@ -104,12 +100,5 @@ def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
         save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
     if args.draw and not args.json:
         width, longest = shutil.get_terminal_size((120, 24)).columns, max(step.makespan for step in steps.values())
-        for name, each in steps.items():
-            print(f"\n{name}, some of the lanes: {headline(each)}\n{gantt_text(each, width, longest)}")
-
-
-def _pair(text: str) -> tuple[str, object]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise RecipeError(f"--fix {text}: write KEY=VALUE")
-    return key, parse_value(value)
+        for name, step in steps.items():
+            print(f"\n{name}, some of the lanes: {headline(step)}\n{gantt_text(step, width, longest)}")

@@ -44,40 +44,40 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UsageError(f"report reads a finished run; {overrides[0]} is a recipe's key")
     if args.html and args.no_html:
         raise UsageError("--html and --no-html contradict each other; give one of them")
-    found = read_run(args.run)
-    if (args.png or args.trace) and not found.timelines:
+    view = read_run(args.run)
+    if (args.png or args.trace) and not view.timelines:
         raise UsageError(f"{args.run}: {RECORD}")
     if args.load_png:
-        if found.load is None:
+        if view.load is None:
             raise UsageError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")
-        save_curves(load_curves(found), args.load_png, f"microbatches of {args.run}")
+        save_curves(load_curves(view), args.load_png, f"microbatches of {args.run}")
     if args.png:
-        save_gantt(found.timelines, args.png, f"step {found.step} of {args.run}")
+        save_gantt(view.timelines, args.png, f"step {view.step} of {args.run}")
     if args.trace:
-        save_trace(found.timelines, args.trace)
+        save_trace(view.timelines, args.trace)
     if args.json:
-        figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in found.timelines.items()}
-        figures |= {"actions": action_json(found.timelines)} if found.timelines else {}
-        figures |= {"mean": found.load.means()} if found.load else {}
+        figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in view.timelines.items()}
+        figures |= {"actions": action_json(view.timelines)} if view.timelines else {}
+        figures |= {"mean": view.load.means()} if view.load else {}
         if args.html:
-            save_page(found, args.run, args.html)
-        print(to_json({"last": found.last, "summary": found.summary, "step": found.step, **figures}, indent=2))
+            save_page(view, args.run, args.html)
+        print(to_json({"last": view.last, "summary": view.summary, "step": view.step, **figures}, indent=2))
         return 0
     path = None if args.no_html else args.html or Path(args.run) / "report.html"
     problem: HetmeshError | None = None
     if path is not None:
         try:
-            save_page(found, args.run, path)  # first: who reads what is printed may stop at any line
+            save_page(view, args.run, path)  # first: who reads what is printed may stop at any line
         except HetmeshError as error:
             problem = error
-    print(state(found, None).text)
-    print(found.as_text())
+    print(state(view, None).text)
+    print(view.as_text())
     width = shutil.get_terminal_size((120, 24)).columns
-    for name, timeline in found.timelines.items():
-        print(f"\nstep {found.step}, {name}: {headline(timeline)}\n")
+    for name, timeline in view.timelines.items():
+        print(f"\nstep {view.step}, {name}: {headline(timeline)}\n")
         print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
-    if found.timelines:
-        print(f"\nstep {found.step}, predicted beside measured\n\n{action_table(found.timelines)}")
+    if view.timelines:
+        print(f"\nstep {view.step}, predicted beside measured\n\n{action_table(view.timelines)}")
     if problem is not None:
         raise problem
     if path is not None:

@@ -95,11 +95,7 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
 
 def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
     """Compare the modules with transformers' own forward where the recipe's directory is used for the first time; what
-    the summary says of it.
-
-    Raises:
-        SelfCheckError: they differ, or could not be compared.
-    """
+    the summary says of it. Raises SelfCheckError: they differ, or could not be compared."""
     from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record_file
 
     if not needs_self_check(recipe):

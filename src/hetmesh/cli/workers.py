@@ -113,11 +113,8 @@ class Workers:
                 self._handlers[number] = signal.signal(number, self._interrupt)
 
     def join(self) -> Failure | None:
-        """Wait for all workers; after a failure, only until its cause is known.
-
-        Raises:
-            Interrupted: they have ended because a signal asked them to.
-        """
+        """Wait for all workers; after a failure, only until its cause is known. Raises Interrupted: they have ended
+        because a signal asked them to."""
         failures: list[Failure] = []
         first = deadline = math.inf
         while self._running and (now := time.monotonic()) < deadline:

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_MISS = 100.0
+_MISS_COST = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
-_SPLIT = 0.75
+_SPLIT_TOLERANCES = 0.75
 """What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst; what is
 too much in the end, swaps remove."""
 
-_SPARE = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
+_SPARE_BLOCKS = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
 
-_ENDS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
+_END_BLOCKS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
 def balanced(
@@ -45,7 +45,7 @@ def balanced(
     slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
     work = work.astype(np.float64)
     cut = 1 + work * (blocks / max(work.sum(), slack))
-    circle = _Circle(work, cut, limit, slack * _SPLIT)
+    circle = _Circle(work, cut, limit, slack * _SPLIT_TOLERANCES)
     owner = np.zeros(blocks, np.int64)
     todo = [(np.arange(blocks), 0, ranks)]
     while todo:
@@ -96,8 +96,8 @@ class _Circle:
     def _arc(self, order: np.ndarray, work: np.ndarray, parts: int) -> tuple[int, int, float]:
         """Start and length of the best arc, and the work that it has too much."""
         blocks, share = len(order), (parts // 2) / parts
-        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - _SPARE, 0)
-        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + _SPARE, blocks)
+        fewest = max(blocks - (parts - parts // 2) * self.limit, math.floor(blocks * share) - _SPARE_BLOCKS, 0)
+        most = min(parts // 2 * self.limit, math.ceil(blocks * share) + _SPARE_BLOCKS, blocks)
         cut = self.cut[order]
         cut[1:] *= order[1:] == order[:-1] + 1
         cut[0] *= order[0] == order[-1] + 1
@@ -106,8 +106,8 @@ class _Circle:
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
         error = sums[stops] - (sums[:blocks] + share * sums[blocks])
         cost = np.abs(error)
-        cost *= _MISS / self.slack
-        np.maximum(cost, _MISS, out=cost)
+        cost *= _MISS_COST / self.slack
+        np.maximum(cost, _MISS_COST, out=cost)
         cost += cut
         cost += np.concatenate([cut, cut, cut[:1]])[stops]
         best = int(cost.argmin())
@@ -131,13 +131,13 @@ def _pair(
     for x, y in _options(work, near, ours, theirs, amount):
         if x.size and y.size:
             cost = np.abs(amount - work[x] + work[y])
-            cost *= _MISS / slack
-            cost = np.maximum(cost, _MISS) + (near[x] - near[y])
+            cost *= _MISS_COST / slack
+            cost = np.maximum(cost, _MISS_COST) + (near[x] - near[y])
             at = int(cost.argmin())
             if cost.flat[at] < best:
                 x, y = np.broadcast_arrays(x, y)
                 best, pair = cost.flat[at], (int(x.flat[at]), int(y.flat[at]))
-            if best <= _MISS + 2:
+            if best <= _MISS_COST + 2:
                 break
     return pair
 
@@ -145,8 +145,8 @@ def _pair(
 def _options(
     work: np.ndarray, near: np.ndarray, ours: np.ndarray, theirs: np.ndarray, amount: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    yield ours[near[ours] <= 0][:_ENDS, None], theirs
-    yield ours, theirs[near[theirs] >= 0][:_ENDS, None]
+    yield ours[near[ours] <= 0][:_END_BLOCKS, None], theirs
+    yield ours, theirs[near[theirs] >= 0][:_END_BLOCKS, None]
     by_work = theirs[np.argsort(work[theirs], kind="stable")]
     fitting = np.searchsorted(work[by_work], work[ours] - amount)
     yield ours, by_work[np.minimum(fitting, len(theirs) - 1)]

@@ -45,15 +45,14 @@ def activation_bytes(
     if not (upstream or layer.trainable):
         return 0
     rows = layer.rows(work)
-    products = [weight for weight in layer.weights if weight.per_row]
+    products = _products(layer)
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         own = max(itemsize, 4) if autocast else itemsize  # it lies between products
         return round(own * rows * products[0].inputs * between)
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
     layer, halves = without_adapters(layer)
-    products = [weight for weight in layer.weights if weight.per_row]
-    products = [weight for weight in products if not weight.expert]
+    products = [weight for weight in _products(layer) if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
     kept += sum(half.inputs for half in halves if half.trainable)
     if layer.on_targets:
@@ -138,7 +137,7 @@ def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
-    """Attention's output, which its backward reads, unless the product behind it keeps it anyway; and of keys and
+    """Attention's output, which its backward reads, unless the product after it keeps it anyway; and of keys and
     values with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above)."""
     width, groups = layer.attention_width, _distinct(products)
     if not width:
@@ -247,7 +246,7 @@ def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
     # what an adapter adds is there beside what it is added to
     widest += max((output_share(half, tp) * half.outputs for half in halves), default=0.0)
     for weight in products:
-        inputs = max(inputs, weight.inputs * (1 / tp if weight.splits_inputs else 1.0))
+        inputs = max(inputs, weight.inputs * _input_share(weight, tp))
     rows = layer.rows(work)
     return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
 

@@ -119,11 +119,6 @@ def tensor_parallel_time(
     return TensorParallelTime(forward, backward)
 
 
-def shard_gather_time(elements: int, itemsize: int, ranks: Sequence[int], machine: Machine) -> float:
-    """Seconds of gathering FSDP's shards of `elements` parameters (what one rank uses) over its `dp_shard` group."""
-    return all_gather(elements * itemsize, ranks, machine)
-
-
 def gradient_sum_time(
     elements: int, itemsize: int, shards: Sequence[int], replicas: Sequence[int], machine: Machine
 ) -> tuple[float, float]:

@@ -125,20 +125,12 @@ class Profile:
         return {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
+        """Write it as JSON. Raises OutputError: it cannot be written."""
         write_json(path, self.as_json(), indent=2)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read what `save` wrote.
-
-        Raises:
-            HetmeshError: the file is none.
-        """
+        """Read what `save` wrote. Raises HetmeshError: the file is none."""
         try:
             raw = from_json(read_file(path))
             layers = {
@@ -182,14 +174,10 @@ def fit(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> Profile:
-    """A profile of `observations`, with its errors on `held_out`.
-
-    Raises:
-        HetmeshError: a layer lacks one of `PARTS`.
-    """
+    """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`."""
     grouped: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
-    for each in observations:
-        grouped[each.kind][each.part].append(each)
+    for observation in observations:
+        grouped[observation.kind][observation.part].append(observation)
     for kind, found in grouped.items():
         if missing := [part for part in PARTS if part not in found]:
             raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")

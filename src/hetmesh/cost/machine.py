@@ -71,11 +71,8 @@ class Machine:
 
 
 def load_machine(name_or_path: str) -> Machine:
-    """The machine of a name in `MACHINES`, or of a TOML file of your own.
-
-    Raises:
-        RecipeError: there is none, or it has unknown keys or numbers that are none.
-    """
+    """The machine of a name in `MACHINES`, or of a TOML file of your own. Raises RecipeError: there is none, or it has
+    unknown keys or numbers that are none."""
     path = _FOLDER / f"{name_or_path}.toml" if name_or_path in MACHINES else Path(name_or_path)
     if path.suffix != ".toml" or not path.is_file():
         raise RecipeError(f"machine {name_or_path!r}: valid are {', '.join(MACHINES)}, or the path of a TOML file")

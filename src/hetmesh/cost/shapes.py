@@ -82,7 +82,7 @@ class LayerShape(HashedOnce):
         causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
         shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
-        tokens_per_row: rows that enter it for each row of the module: patches, of which a merger behind it makes one.
+        tokens_per_row: rows that enter it for each row of the module: patches, of which a merger after it makes one.
         attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
     """
 

@@ -182,7 +182,7 @@ def _shard_elements(shape: tuple[int, ...], tp_dim: int | None, tp: int, shards:
 
 
 def _chunks(sizes: np.ndarray, parts: int) -> np.ndarray:
-    """The lengths of torch.chunk's parts of each size, 0 behind the last one: int64 [sizes, parts]."""
+    """The lengths of torch.chunk's parts of each size, 0 after the last one: int64 [sizes, parts]."""
     length = -(-sizes // parts)[:, None]
     return np.clip(sizes[:, None] - length * np.arange(parts), 0, length)
 

@@ -57,7 +57,7 @@ def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarr
     pairs = np.zeros_like(rows)
     if not graph.inputs(name) and (kind := graph[name].media) in samples.kinds:
         items = np.where(samples.items[:, 0] == samples.kinds.index(kind), samples.items[:, 2], 0)
-        reaching, squares = (samples.sum_of_items(each) for each in (items, items**2))
+        reaching, squares = samples.sum_of_items(items), samples.sum_of_items(items**2)
         some = reaching > 0
         pairs[some] = np.rint((rows[some] / reaching[some]) ** 2 * squares[some])
     return np.column_stack([rows, pairs, np.zeros_like(rows)])

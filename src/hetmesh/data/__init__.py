@@ -6,6 +6,5 @@ from hetmesh.data.expand import Expander, Expansion, expand, expand_tokens
 from hetmesh.data.loader import Loader
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.recipe_sources import make_source, recipe_source
-from hetmesh.data.sample_checks import check_meta, check_sample
-from hetmesh.data.source import QuestionSource, Sample, Source, SourceAbilities
+from hetmesh.data.source import QuestionSource, Sample, Source, SourceAbilities, check_meta, check_sample
 from hetmesh.data.synthetic import MemorySource, SyntheticSource

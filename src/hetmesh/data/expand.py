@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetmesh.data.sample_checks import check_meta, check_sample
-from hetmesh.data.source import Sample, wants
+from hetmesh.data.source import Sample, check_meta, check_sample, wants
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, shape_of, size_of
 from hetmesh.graph.sample import MediaItem, SampleMeta

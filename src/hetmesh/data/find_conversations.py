@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.stores.open_store import JsonFile, open_store
+from hetmesh.data.stores.open_store import TABLES, JsonFile, open_store
 from hetmesh.data.stores.store import Store
-from hetmesh.data.stores.table_rows import TABLES
 from hetmesh.data.stores.tar_shards import TarShards
 from hetmesh.data.turns import is_file_name, media_of, turns_of
 from hetmesh.errors import HetmeshError, RecipeError

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from hetmesh.data.sample_checks import check_meta, check_sample
-from hetmesh.data.source import Sample, wants
+from hetmesh.data.source import Sample, check_meta, check_sample, wants
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 

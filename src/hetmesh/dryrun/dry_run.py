@@ -27,7 +27,7 @@ from hetmesh.dryrun.fake_device import FakeAccelerator, FakeBackend
 from hetmesh.dryrun.fake_kernels import NAME
 from hetmesh.dryrun.fake_tensors import FakeTensors
 from hetmesh.dryrun.host_waits import HostWait, HostWaits
-from hetmesh.errors import RecipeError
+from hetmesh.errors import UsageError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder
@@ -156,11 +156,12 @@ def dry_runs(
         microbatches: see `with_microbatches`.
 
     Raises:
-        RecipeError: what `hetmesh check` would find; no such rank, machine or number of microbatches.
+        RecipeError: what `hetmesh check` would find; no such machine.
+        UsageError: no such rank or number of microbatches.
         RuntimeError: a module decides shapes by values that only the device could compute.
     """
     if rank is not None and not 0 <= rank < recipe.world_size:
-        raise RecipeError(f"--rank {rank}: the recipe has ranks 0-{recipe.world_size - 1}, or all")
+        raise UsageError(f"--rank {rank}: the recipe has ranks 0-{recipe.world_size - 1}, or all")
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
     resolved = resolve(with_microbatches(recipe, microbatches))
     groups = []
@@ -238,14 +239,14 @@ def dry_run(resolved: ResolvedRecipe, rank: int = 0, *, draws: bool = False) -> 
 
 
 def with_microbatches(recipe: Recipe, count: int | None) -> Recipe:
-    """The recipe with `count` microbatches per step; None: as many as it says. Raises RecipeError: a local batch does
+    """The recipe with `count` microbatches per step; None: as many as it says. Raises UsageError: a local batch does
     not come to that number."""
     if count is None:
         return recipe
     batch = recipe.batch
     rounds = recipe.training.local_batch_size // batch.microbatch_size
     if count < 1 or count % rounds:
-        raise RecipeError(f"--microbatches {count}: a local batch is {rounds}, so valid are multiples of {rounds}")
+        raise UsageError(f"--microbatches {count}: a local batch is {rounds}, so valid are multiples of {rounds}")
     return recipe.with_global_batch_size(batch.lanes * batch.microbatch_size * count)
 
 

@@ -4,11 +4,9 @@ from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.module_graph import (
     LANE_AXES,
     Activation,
-    CheckpointMode,
     ModuleGraph,
     ModuleOptions,
     ModuleSpec,
-    Reshard,
     dense_mesh,
     expert_axis,
     experts_fit,
@@ -19,4 +17,4 @@ from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.stage_graph import Edge, Stage, StageGraph, boundary_edge, stage_graph
-from hetmesh.graph.topology import BoundarySpec, Topology, output_key
+from hetmesh.graph.topology import BoundarySpec, output_key

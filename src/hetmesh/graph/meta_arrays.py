@@ -35,9 +35,9 @@ class MetaArrays(Sequence[SampleMeta]):
             `target_ends[i]..target_ends[i + 1] - 1`.
         kinds: the kinds of media.
         items: int64 `[m, 3 + dims]`: kind (an index into `kinds`), position, rows, and the shape, where dims that an
-            item does not have are `NO_DIM`, and a size follows behind `SIZE`; `item_ends`, int64 `[n + 1]`, as
+            item does not have are `NO_DIM`, and a size follows after `SIZE`; `item_ends`, int64 `[n + 1]`, as
             `target_ends`.
-        names: uint8, the ids of the samples in UTF-8 one behind the other; `name_ends`, int64 `[n + 1]`.
+        names: uint8, the ids of the samples in UTF-8, one after another; `name_ends`, int64 `[n + 1]`.
         unreadable: why the metadata of some samples cannot be read, by their index here.
         rows: of expanded samples: rows that each module emits for them, int64 `[n]` by module; `UNKNOWN` where a
             sample does not say.
@@ -165,11 +165,7 @@ class MetaArrays(Sequence[SampleMeta]):
         return MetaArrays(*columns, self.names[names], name_ends, unreadable, rows, self.position_ids, given)
 
     def meta(self, index: int) -> SampleMeta:
-        """That of one sample.
-
-        Raises:
-            SampleError: it cannot be read.
-        """
+        """That of one sample. Raises SampleError: it cannot be read."""
         if index in self.unreadable:
             raise SampleError(self.unreadable[index])
         if self.given:
@@ -229,7 +225,7 @@ def size_of(columns: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_ends(name: str, ends: np.ndarray, count: int, total: int) -> None:
-    """Raise ValueError unless `ends` are of `count` parts, one behind the other, of `total` elements."""
+    """Raise ValueError unless `ends` are of `count` parts, one after another, of `total` elements."""
     right = ends.dtype == np.int64 and ends.shape == (count + 1,) and ends[0] == 0 and ends[-1] == total
     if not right or (np.diff(ends) < 0).any():
         raise ValueError(f"{name} must ascend from 0 to {total} in {count} steps")

@@ -91,7 +91,7 @@ class ModuleSpec:
             `tp`; rows that replace placeholders then go to the rank that keeps their token, and to no other. An encoder
             that shares its media emits the rows of a token's rank there.
         tokens_per_row: of an encoder that can share the tokens of its media (patches), how many make one row.
-        packed: the samples of a lane lie in one row, one behind the other, without padding.
+        packed: the samples of a lane lie in one row, one after another, without padding.
         attention_mask: what tokens see of each other; a name of `hetmesh.context.masks.MASKS`.
         assignment: which tokens each rank along `cp` keeps: a policy of `hetmesh.context`.
         splits: the layers of each pipeline stage, in order; empty: one stage with all of them. Stage i lives at
@@ -172,11 +172,8 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules with one sink (the module that computes the loss).
-
-    Raises:
-        GraphError: unknown or repeated names, a cycle, or not exactly one sink.
-    """
+    """A DAG of modules with one sink (the module that computes the loss). Raises GraphError: unknown or repeated names,
+    a cycle, or not exactly one sink."""
 
     modules: tuple[ModuleSpec, ...]
     boundaries: tuple[BoundarySpec, ...] = ()

@@ -77,11 +77,8 @@ class Routes(HashedOnce):
 
     @classmethod
     def of(cls, stages: StageGraph, microbatches: Routes | int) -> Routes:
-        """`microbatches` for `stages`; a number: as many in every module, and the same number on both sides.
-
-        Raises:
-            ScheduleError: a module is missing or superfluous, or two modules have different counts and no routes.
-        """
+        """`microbatches` for `stages`; a number: as many in every module, and the same number on both sides. Raises
+        ScheduleError: a module is missing or superfluous, or two modules have different counts and no routes."""
         modules = tuple(dict.fromkeys(stage.module for stage in stages.stages))
         if isinstance(microbatches, int):
             return cls(tuple((module, microbatches) for module in modules))

@@ -29,7 +29,7 @@ class MediaItem:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """All that its rows depend on: its shape, and behind it its size."""
+        """All that its rows depend on: its shape, then its size."""
         return self.shape + self.size
 
 

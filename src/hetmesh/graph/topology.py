@@ -16,7 +16,7 @@ class BoundarySpec:
         at: the placeholder whose tokens the rows replace; None where the destination consumes rows as such.
         output: which output of the source it carries: `""` is the rows, others have names (`"deepstack.0"`). All have
             one row for each of the rows, of the same width.
-        layer: the layer of the destination that an output with a name goes to: it is added to the tokens behind it.
+        layer: the layer of the destination that an output with a name goes to: it is added to the tokens after it.
     """
 
     source: str
@@ -43,11 +43,8 @@ def output_key(module: str, output: str = "") -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """A DAG of module names with one sink (the module that computes the loss).
-
-    Raises:
-        GraphError: unknown or repeated names, a cycle, or not exactly one sink.
-    """
+    """A DAG of module names with one sink (the module that computes the loss). Raises GraphError: unknown or repeated
+    names, a cycle, or not exactly one sink."""
 
     names: tuple[str, ...]
     boundaries: tuple[BoundarySpec, ...] = ()
@@ -96,7 +93,7 @@ class Topology:
         return tuple(b for b in self.boundaries if b.source == name)
 
     def placeholders(self, name: str) -> tuple[str, ...]:
-        """The placeholders that rows of module `name` replace, directly or behind other modules, in the order given."""
+        """The placeholders that rows of module `name` replace, directly or through others, in the order given."""
         found: list[str] = []
         for b in self.outputs(name):
             found += self.placeholders(b.destination) if b.at is None else [b.at]

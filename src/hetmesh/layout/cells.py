@@ -117,11 +117,11 @@ def _chunk(
     Chunk i of cell c becomes cell `c * chunks + i`. No interval is empty, before and after.
     """
     length = stops - starts
-    behind = np.cumsum(length)
+    ends = np.cumsum(length)
     seams = np.searchsorted(owner, np.arange(cells + 1))
-    edges = np.append(0, behind)[seams]
+    edges = np.append(0, ends)[seams]
     step = -(-np.diff(edges) // chunks)[owner]
-    low = behind - length - edges[owner]  # position in the cell's concatenation
+    low = ends - length - edges[owner]  # position in the cell's concatenation
     parts = (low + length - 1) // step - low // step + 1
     whole = np.repeat(np.arange(len(starts)), parts)  # the interval that each part comes from
     chunk = (low // step)[whole] + np.arange(len(whole)) - np.repeat(np.cumsum(parts) - parts, parts)

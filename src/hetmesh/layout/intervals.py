@@ -1,8 +1,12 @@
-"""Ordered lists of half-open global intervals: the one representation of every share of a tensor dim."""
+"""Ordered lists of half-open global intervals: the one representation of every share of a tensor dim; and the check of
+whole numbers from callers: fractions and other types are refused, where int() would cut them silently."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
+
+from hetmesh.errors import LayoutError
 
 Interval = tuple[int, int]
 """`(start, stop)`: global positions start, ..., stop - 1 along one tensor dim."""
@@ -53,3 +57,25 @@ def locate(local: Sequence[Interval], wanted: Sequence[Interval]) -> Intervals:
             i += 1
         out.append((a + table[i][2], b + table[i][2]))
     return coalesce(out)
+
+
+def whole_numbers(values: Iterable[object], what: str) -> tuple[int, ...]:
+    """`values` as plain ints; numpy's count. Raises LayoutError, whose message begins with `what`."""
+    try:
+        given = tuple(values)
+    except TypeError:
+        raise LayoutError(f"{what} must be whole numbers, got {values!r}") from None
+    if all(kind is int for kind in set(map(type, given))):
+        return given  # type: ignore[return-value]
+    try:
+        return tuple(operator.index(value) for value in given)  # type: ignore[arg-type]
+    except TypeError:
+        raise LayoutError(f"{what} must be whole numbers, got {given!r}") from None
+
+
+def check_shape(shape: Iterable[object]) -> tuple[int, ...]:
+    """A global shape. Raises LayoutError for what is not whole or below 0."""
+    sizes = whole_numbers(shape, "the sizes of a shape")
+    if any(size < 0 for size in sizes):
+        raise LayoutError(f"the sizes of a shape must not be negative, got {sizes}")
+    return sizes

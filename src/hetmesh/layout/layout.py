@@ -12,9 +12,8 @@ from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells, cut
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.layout.intervals import Intervals, check_shape, extent
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.layout.numbers import check_shape
 from hetmesh.layout.placements import Placement, RowSplit, check_placements, sharded_dim
 
 
@@ -91,11 +90,11 @@ class Layout(HashedOnce):
     def canonical(self, shape: tuple[int, ...]) -> Layout:
         """The layout in which each element of a Partial tensor gets one owner, after a reduce-scatter.
 
-        The Replicate and Partial axes move behind the others and shard one tensor dim: the longest local extent that
+        The Replicate and Partial axes move after the others and shard one tensor dim: the longest local extent that
         they divide evenly on every rank, or the longest one if there is none (ties: the first).
         """
         free = sorted((*self.partial_axes, *self.replica_axes))
-        # A strided shard cuts last, so as a plain Shard behind the others it means the same.
+        # A strided shard cuts last, so as a plain Shard after the others it means the same.
         kept = sorted((i for i in range(self.mesh.ndim) if i not in free), key=self._is_strided)
         parts = 1
         for i in free:

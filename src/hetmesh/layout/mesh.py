@@ -12,7 +12,7 @@ import numpy as np
 
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.numbers import whole_numbers
+from hetmesh.layout.intervals import whole_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

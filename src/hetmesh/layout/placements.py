@@ -17,8 +17,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.intervals import Interval, Intervals, extent
-from hetmesh.layout.numbers import whole_numbers
+from hetmesh.layout.intervals import Interval, Intervals, extent, whole_numbers
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ import numpy as np
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells
 from hetmesh.layout.hashing import memoized
-from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.layout.intervals import Intervals, check_shape, extent
 from hetmesh.layout.layout import Layout
-from hetmesh.layout.numbers import check_shape
 
 
 @dataclass(frozen=True, slots=True)

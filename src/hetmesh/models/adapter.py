@@ -14,7 +14,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.weights.pretrained import Names, Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
-from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.block import ExpertLayers
 
 
 class SampleLike(Protocol):

@@ -1,8 +1,9 @@
-"""Checks of a module's `config` table against the keys that its model knows."""
+"""Checks of a module's `config` table against the keys that its model knows; transformers' classes of configs."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +12,14 @@ from typing import Any, Union, get_args, get_origin, is_typeddict
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.lazy_transformers import hf
+
+
+def hf(name: str) -> Any:
+    """What a name of transformers, or of one of its submodules, stands for: `hf("CLIPVisionModel")`,
+    `hf("activations.ACT2FN")`. Imported when first asked for: it takes a second, and most commands need none of it."""
+    module, _, attribute = f"transformers.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
 
 NOT_SIZES = frozenset(
     ["architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"]

@@ -1,4 +1,5 @@
-"""From a built module (on the meta device) to the sizes that determine its costs."""
+"""What a built module (on the meta device) shows: the sizes that determine its costs, and layers whose result or
+gradient depends on which samples are computed together, which would train differently in each layout."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 from torch import nn
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
+from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
-from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
+from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.tensor_parallel import matches
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -126,3 +128,41 @@ def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:
         elif kind.startswith("rowwise"):
             dims[f"{fqn}.weight"] = 0 if isinstance(part, nn.Embedding) else 1
     return dims
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # and their lazy forms
+
+
+def check_batch_statistics(name: str, model: str, module: nn.Module) -> None:
+    """Raise RecipeError if layers of the module `name` of a recipe depend on the batch of a lane."""
+    instead = "or, where they are frozen, fold the running statistics into a layer that keeps none"
+    if reason := batch_dependence(module, instead):
+        raise RecipeError(f"modules.{name}.model = {model!r}: {reason}")
+
+
+def batch_dependence(module: nn.Module, instead: str, *, training_only: bool = False) -> str | None:
+    """Which layers of `module` depend on what a lane and microbatch hold, and what to do `instead`; None: none does.
+
+    BatchNorm of any kind does (SyncBatchNorm too: microbatches are normalised separately, and lanes without samples run
+    on blank ones), any other layer that tracks running statistics, and embeddings with some options.
+    """
+    layers = {
+        name: type(part).__name__
+        for name, part in module.named_modules()
+        if (isinstance(part, _BATCH_NORMS) or getattr(part, "track_running_stats", False))
+        and (part.training or not training_only)
+    }
+    if layers:
+        return (
+            f"its layers {list(layers)[:4]}{' and more' if len(layers) > 4 else ''} are "
+            f"{', '.join(sorted(set(layers.values())))}, whose result depends on the samples that are computed "
+            f"together and would change with lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, {instead}"
+        )
+    reasons = {
+        "max_norm": "each lane rescales the rows that it looks up, and replicas drift",
+        "scale_grad_by_freq": "gradients depend on what a microbatch of a lane holds",
+        "sparse": "sparse gradients are not summed over lanes",
+    }
+    parts = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    clauses = [f"{fqn!r} has {key}: {why}" for fqn, part in parts for key, why in reasons.items() if getattr(part, key)]
+    return f"its embedding {'; '.join(clauses[:4])}. Leave the option out" if clauses else None

@@ -22,12 +22,14 @@ from torch.nn.functional import linear
 
 from hetmesh._torch_compat import not_compiled
 
+Move = Callable[[Tensor], Tensor]
+
 
 class ColwiseLinear(nn.Linear):
     """Holds a share of the output features: weight and bias are `Shard(0)`."""
 
     group: dist.ProcessGroup
-    enter: Callable[[Tensor], Tensor]
+    enter: Move
     widths: tuple[int, ...] | None  # output features of every rank's shard, if the output is to be gathered
 
     def forward(self, input: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ class RowwiseLinear(nn.Linear):
     sum over ranks; so its gradient is already complete on every rank."""
 
     group: dist.ProcessGroup
-    leave: Callable[[Tensor], Tensor]  # each rank's summand -> the sum
+    leave: Move  # each rank's summand -> the sum
     sum_a_copy = False  # whether to keep the product unchanged (selective checkpointing saves it)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ class Entry:
     def __call__(self, x: Tensor) -> Tensor:
         return enter(x, self.group)
 
-    def share(self, parent: nn.Module) -> Callable[[Tensor], Tensor]:
+    def share(self, parent: nn.Module) -> Move:
         """The callable for siblings; what it remembers lasts for one forward of `parent`."""
         parent.register_forward_hook(self._forget, always_call=True)
         return self._shared
@@ -133,18 +135,17 @@ def _shard(module: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class Collective(torch.autograd.Function):
+    """A linear function of a tensor over a group, and its transpose, which the gradient goes through."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd may hand it to others as well
-        if total.numel():
-            dist.all_reduce(total, group=ctx.group)
-        return total, None
+    def forward(ctx: Any, x: Tensor, function: Move, transpose: Move) -> Tensor:
+        ctx.transpose = transpose
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(gradients[0]), None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -160,27 +161,17 @@ class _Leave(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        rank = dist.get_rank(group)
-        ctx.start, ctx.width = sum(widths[:rank]), widths[rank]
-        padded = x.new_zeros(*x.shape[:-1], widths[0])  # the first shard is the widest: torch.chunk's rule
-        padded[..., : x.shape[-1]] = x
-        gathered = x.new_empty(len(widths), *padded.shape)
-        if padded.numel():
-            dist.all_gather(list(gathered.unbind()), padded, group=group)
-        return torch.cat([shard[..., :width] for shard, width in zip(gathered, widths, strict=True)], dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].narrow(-1, ctx.start, ctx.width).contiguous(), None, None
-
-
 @not_compiled
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, the same on every rank, on its way into sharded computation: its gradient is summed over the group."""
-    return _Enter.apply(x, group)
+
+    def summed(gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)  # autograd may hand it to others as well
+        if total.numel():
+            dist.all_reduce(total, group=group)
+        return total
+
+    return Collective.apply(x, lambda x: x.view_as(x), summed)
 
 
 @not_compiled
@@ -195,5 +186,16 @@ def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
 @not_compiled
 def gather(x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
     """The shards of all ranks side by side in the last dim; `widths[i]` is the last size of rank i's, as `torch.chunk`
-    makes them. The gradient, the same on every rank, is cut to the own shard."""
-    return _Gather.apply(x, widths, group)
+    makes them. The gradient, the same on every rank, is cut to this rank's shard."""
+    rank = dist.get_rank(group)
+    start, width = sum(widths[:rank]), widths[rank]
+
+    def gathered(x: Tensor) -> Tensor:
+        padded = x.new_zeros(*x.shape[:-1], widths[0])  # the first shard is the widest: torch.chunk's rule
+        padded[..., : x.shape[-1]] = x
+        shards = x.new_empty(len(widths), *padded.shape)
+        if padded.numel():
+            dist.all_gather(list(shards.unbind()), padded, group=group)
+        return torch.cat([shard[..., :width] for shard, width in zip(shards, widths, strict=True)], dim=-1)
+
+    return Collective.apply(x, gathered, lambda gradient: gradient.narrow(-1, start, width).contiguous())

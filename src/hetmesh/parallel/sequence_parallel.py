@@ -9,7 +9,7 @@ they start and reduce-scatter where they end: as many bytes as the two all-reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,10 @@ from torch.distributed.tensor import DTensor
 from hetmesh._torch_compat import all_gather_single, not_compiled, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.experts.block import ExpertBlock
-from hetmesh.parallel.linear import ColwiseLinear, RowwiseLinear, leave
+from hetmesh.parallel.linear import Collective, ColwiseLinear, RowwiseLinear, leave
 from hetmesh.parallel.random_state import current_microbatch
 from hetmesh.parallel.tensor_parallel import within
 from hetmesh.parallel.tokens import SHARE, WHICH, AllTokens
-
-Move = Callable[[Tensor], Tensor]
 
 
 def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Sequence[str]) -> tuple[str, ...]:
@@ -75,7 +73,7 @@ class ShardedTokens(AllTokens):
     def split(self, flat: Tensor) -> Tensor:
         total, group = len(flat), self.group
         size = TokenShares(total, dist.get_world_size(group)).size
-        return _Collective.apply(flat, lambda x: _own_share(x, size, group), lambda g: _all_gather(g, group)[:total])
+        return Collective.apply(flat, lambda x: _own_share(x, size, group), lambda g: _all_gather(g, group)[:total])
 
     def split_lane(self, whole: Tensor) -> Tensor:
         """`[..., features]` of all tokens -> this rank's, `[1, share, features]`."""
@@ -87,7 +85,7 @@ class ShardedTokens(AllTokens):
         shape = self._shapes[current_microbatch()]
         flat, total, group = share.flatten(0, -2), math.prod(shape), self.group
         size = len(flat)
-        whole = _Collective.apply(flat, lambda x: _all_gather(x, group)[:total], lambda g: _own_share(g, size, group))
+        whole = Collective.apply(flat, lambda x: _all_gather(x, group)[:total], lambda g: _own_share(g, size, group))
         return whole.view(*shape, -1)
 
     @property
@@ -127,7 +125,7 @@ class _Gather:
         share = args[0] if args else kwargs["hidden_states"]
         flat, group = share.flatten(0, -2), self.group
         size = len(flat)
-        whole = _Collective.apply(flat, lambda x: _all_gather(x, group), lambda g: _reduce_scatter(g, size, group))
+        whole = Collective.apply(flat, lambda x: _all_gather(x, group), lambda g: _reduce_scatter(g, size, group))
         if (rotary := kwargs.get("position_embeddings")) is not None:
             batch, length = rotary[0].shape[:2]
             kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
@@ -151,20 +149,7 @@ class _Scatter:
         total, group = len(flat), self.group
         size = TokenShares(total, dist.get_world_size(group)).size
         scatter, gather = lambda x: _reduce_scatter(x, size, group), lambda g: _all_gather(g, group)[:total]
-        return _Collective.apply(flat, scatter, gather)[None]
-
-
-class _Collective(torch.autograd.Function):
-    """A linear function of a tensor over a group, and its transpose, which the gradient goes through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Move, transpose: Move) -> Tensor:
-        ctx.transpose = transpose
-        return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transpose(gradients[0]), None, None
+        return Collective.apply(flat, scatter, gather)[None]
 
 
 def _own_share(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:

@@ -71,9 +71,9 @@ def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Ite
     shards = [1, lanes, in_node]
     replicate, shard = (problem.fixed.get((name, axis)) for axis in ("dp_replicate", "dp_shard"))
     shards += [shard] if isinstance(shard, int) else [lanes // replicate] if isinstance(replicate, int) else []
-    for each in dict.fromkeys(shards):
-        if 0 < each <= lanes and lanes % each == 0:
-            yield lanes // each, each
+    for size in dict.fromkeys(shards):
+        if 0 < size <= lanes and lanes % size == 0:
+            yield lanes // size, size
 
 
 def _expert_degrees(facts: ModuleFacts, degrees: tuple[int, int, int, int, int]) -> Iterator[int]:
@@ -116,7 +116,7 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
         near = sorted((n for n in steps if 0 < n < ranks), key=lambda n: abs(math.log(n / max(ideal, 0.25))))
         sizes.append(near)
     found = 0
-    for chosen in sorted(itertools.product(*map(range, map(len, sizes))), key=lambda each: (sum(each), each)):
+    for chosen in sorted(itertools.product(*map(range, map(len, sizes))), key=lambda places: (sum(places), places)):
         counts = [near[i] for near, i in zip(sizes, chosen, strict=True)]
         rest = ranks - sum(counts)
         if rest > 0 and _usable(problem, sum(counts), rest):

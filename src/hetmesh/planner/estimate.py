@@ -45,11 +45,8 @@ class Estimator:
         self._known: dict[tuple, ModuleEstimate] = {}
 
     def estimate(self, plan: LayoutPlan) -> tuple[float, int]:
-        """Seconds of a step and bytes of the rank that holds most, both rough.
-
-        Raises:
-            HetmeshError: the candidate cannot be laid out so.
-        """
+        """Seconds of a step and bytes of the rank that holds most, both rough. Raises HetmeshError: the candidate
+        cannot be laid out so."""
         problem, (*encoders, name) = self.problem, self.problem.own
         own = plan.modules[name]
         microbatches = problem.global_batch_size // (own.lanes * plan.microbatch_size)
@@ -116,7 +113,7 @@ class Estimator:
 
 
 def _padded(problem: Problem, samples: float) -> dict[str, int]:
-    """Rows and pairs of so many samples that are padded to the longest of them, drawn from those of the problem: the
+    """Rows and pairs of `samples` samples that are padded to the longest of them, drawn from those of the problem: the
     expected values of the longest, and of its square."""
     tokens = np.sort(problem.samples.tokens).astype(float)
     below = (np.arange(len(tokens) + 1) / len(tokens)) ** samples  # that all are among the shortest 0, 1, ...

@@ -24,7 +24,7 @@ class ModulePlan:
     """Where one module lies and how it runs.
 
     Attributes:
-        ranks: first rank and the one behind the last.
+        ranks: first rank and the one after the last.
         degrees: size of each of `AXES`.
         activation_checkpoint: what is computed again.
         expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.
@@ -103,11 +103,8 @@ class LayoutPlan:
 
 
 def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
-    """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost.
-
-    Raises:
-        GraphError, RecipeError: it cannot be cut so.
-    """
+    """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost. Raises GraphError,
+    RecipeError: it cannot be cut so."""
     graph, meshes = problem.graph, {name: module.mesh for name, module in plan.modules.items()}
     specs: dict[str, ModuleSpec] = {}
     for name in reversed(graph.order):  # consumers first

@@ -36,7 +36,7 @@ _MAX_SIMULATED = 48  # at most, of each placement
 _MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS = 12, 4, 4
 _MAX_UNEVEN_SPLITS = 12  # splits of microbatches over an encoder's lanes
 BATCHES = 2
-"""Sampled batches of the simulation that decides, unless `search` is told otherwise."""
+"""Sampled batches of the simulation that decides, unless `search` is given another number."""
 
 
 Split = tuple[int, ...]
@@ -151,12 +151,12 @@ class _Search:
         """Plans by their simulated seconds, once enough have been found that fit."""
         found: list[Prediction] = []
         for plan in plans:
-            each = self._predict(plan)
-            if each is not None and each.fits:
-                found.append(each)
+            prediction = self._predict(plan)
+            if prediction is not None and prediction.fits:
+                found.append(prediction)
                 if len(found) == enough:
                     break
-        return [each.plan for each in sorted(found, key=lambda each: (each.step_s, str(each.plan)))]
+        return [prediction.plan for prediction in sorted(found, key=_by_seconds)]
 
     def _near(self, plans: list[LayoutPlan]) -> list[Prediction]:
         """The best of `plans`, and of what differs from the best in one choice, until that is no faster."""
@@ -170,7 +170,7 @@ class _Search:
             for plan in near:
                 self.estimated.pop(plan.key(), None)
             better = self._measured(self._simulated(self._promising(near), _MAX_NEIGHBOURS)[:2])
-            found = sorted([*found, *better], key=lambda each: (each.step_s, str(each.plan)))
+            found = sorted([*found, *better], key=_by_seconds)
             if found[0] is leader:
                 break
         return found
@@ -179,15 +179,15 @@ class _Search:
         """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without, and
         with whole microbatches for their lanes: it takes long to place, so no other is tried."""
         fixed = self.problem.fixed.get(("", "schedule"))
-        wanted, colocated = fixed or "three_phase", [each for each in found if each.plan.placement == "colocated"]
-        best = next((each for each in colocated if each.plan.schedule == wanted), None)
+        wanted, colocated = fixed or "three_phase", [p for p in found if p.plan.placement == "colocated"]
+        best = next((p for p in colocated if p.plan.schedule == wanted), None)
         if best is None or fixed not in (None, "bubble_fill"):
             return found
         filled = replace(best.plan, schedule="bubble_fill")
         self.estimated.setdefault(filled.key(), 0.0)
         plans = [*self._uneven(filled)] if fixed else [filled, *self._uneven(filled)]
-        more = [each for each in self._measured(plans) if each.step_s < 0.999 * best.step_s]
-        return sorted([*more, *found], key=lambda each: (each.step_s, str(each.plan)))
+        more = [p for p in self._measured(plans) if p.step_s < 0.999 * best.step_s]
+        return sorted([*more, *found], key=_by_seconds)
 
     def _uneven(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
         """`plan` with the best split of microbatches over the lanes of each encoder in turn, as one batch has it."""
@@ -211,8 +211,12 @@ class _Search:
                 yield plan
 
     def _measured(self, plans: Iterable[LayoutPlan]) -> list[Prediction]:
-        found = [each for plan in plans if (each := self._predict(plan, "exact")) is not None and each.fits]
-        return sorted(found, key=lambda each: (each.step_s, str(each.plan)))
+        found = [p for plan in plans if (p := self._predict(plan, "exact")) is not None and p.fits]
+        return sorted(found, key=_by_seconds)
+
+
+def _by_seconds(prediction: Prediction) -> tuple[float, str]:
+    return prediction.step_s, str(prediction.plan)
 
 
 def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:

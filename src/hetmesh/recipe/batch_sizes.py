@@ -34,11 +34,8 @@ class BatchSizes:
 def batch_sizes(
     *, local_batch_size: int, global_batch_size: int | None, microbatch_size: int | None, lanes: int
 ) -> BatchSizes:
-    """Fill in what is None (global = local x lanes, microbatch = local) and check that everything divides.
-
-    Raises:
-        RecipeError: a size does not divide another; the message lists valid values.
-    """
+    """Fill in what is None (global = local x lanes, microbatch = local) and check that everything divides. Raises
+    RecipeError: a size does not divide another; the message lists valid values."""
     if microbatch_size is None:
         microbatch_size = local_batch_size
     if local_batch_size % microbatch_size:

@@ -21,8 +21,8 @@ class Family:
             that if it has one, else `"from_0"`.
         calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
             signature.
-        around: kind of media -> config keys of the tokens right before and behind an item, by which the model's own
-            `get_rope_index` finds it; absent: it is told where items are.
+        around: kind of media -> config keys of the tokens right before and after an item, by which the model's own
+            `get_rope_index` finds it; absent: it is given where items are.
         experts: whether its LLM's mixture-of-experts blocks are built as Qwen3-MoE's are (`hetmesh.parallel.experts`),
             so that ranks can share them.
         inside: of a model of which hetmesh trains a part: the config key of the part, and its class.
@@ -188,7 +188,7 @@ PROMPTS: Mapping[str, Prompt] = MappingProxyType(
         ),
         "PaliGemmaProcessor": Prompt(template=_PALIGEMMA, special_tokens=False),
         "PixtralProcessor": Prompt(
-            refused="it writes [IMG_BREAK] behind every line of an image's patches, and hetmesh places the rows of an "
+            refused="it writes [IMG_BREAK] after every line of an image's patches, and hetmesh places the rows of an "
             "image side by side"
         ),
     }

@@ -27,11 +27,8 @@ PLACEHOLDER_KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """`raw` with what its `[model] hf_path` stands for; as it is without one.
-
-    Raises:
-        RecipeError: the directory is none, its config.json describes no multimodal model, or one that is refused.
-    """
+    """`raw` with what its `[model] hf_path` stands for; as it is without one. Raises RecipeError: the directory is
+    none, its config.json describes no multimodal model, or one that is refused."""
     table = raw.get(SECTION)
     path = table.get(KEY) if isinstance(table, Mapping) else None
     if not isinstance(path, str):  # without a value, or with one that is refused by its type
@@ -112,10 +109,8 @@ def processor_of(path: str, model_type: str) -> str:
     """The name of a directory's processor class, as transformers finds it; empty where nothing says."""
     combined = _read(path, "processor_config.json") or {}
     tables = [combined]
-    for name, nested in (
-        ("preprocessor_config.json", "image_processor"),
-        ("video_preprocessor_config.json", "video_processor"),
-    ):
+    files = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
+    for name, nested in files.items():
         if _is_file(path, name):
             tables.append(_read(path, name) if combined.get(nested) is None else _table(combined, nested))
             break
@@ -157,7 +152,7 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
         raise RecipeError(f"{what}: {prompt.refused}; to train on another form, {write}")
     template = _template(path, None if prompt.default else str(options["tokenizer"]))
     if prompt.template and template is not None:
-        raise RecipeError(f"{what}: it has a form of its own, and there is a chat template in the directory; {write}")
+        raise RecipeError(f"{what}: it has its own form, and there is a chat template in the directory; {write}")
     if template is None and not (prompt.template or prompt.default):
         raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
     image = _table(options, "placeholders").get("image", "<image>")
@@ -201,11 +196,8 @@ def positions_of(path: str) -> int | None:
 
 
 def synthetic_options(path: str) -> dict[str, Any]:
-    """Options of the source `synthetic` that suit the LLM and the tower of a directory.
-
-    Raises:
-        RecipeError: its config.json does not say enough.
-    """
+    """Options of the source `synthetic` that suit the LLM and the tower of a directory. Raises RecipeError: its
+    config.json does not say enough."""
     config = _read(path, "config.json") or {}
     text, vision = _table(config, "text_config"), _table(config, "vision_config")
     token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)

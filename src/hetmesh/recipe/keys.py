@@ -49,11 +49,8 @@ def is_flag(section: str, key: str) -> bool:
 
 def is_list(section: str, key: str) -> bool:
     """Whether a key's value is a list of names."""
-    return (
-        section in SECTIONS
-        and key in (fields := SECTIONS[section].model_fields)
-        and (get_origin(fields[key].annotation) is tuple)
-    )
+    fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+    return key in fields and get_origin(fields[key].annotation) is tuple
 
 
 def unknown(what: str, name: str, valid: Iterable[str]) -> str:
@@ -78,11 +75,7 @@ def check_keys(raw: Mapping[str, Any], refusals: Refusals) -> tuple[dict[str, An
 
 
 class _Check:
-    """One recipe's keys.
-
-    Args:
-        raw: all of the recipe, on which it may depend whether a key matters.
-    """
+    """One recipe's keys; on all of it, `raw`, it may depend whether a key matters."""
 
     def __init__(self, raw: Mapping[str, Any], refusals: Refusals) -> None:
         self.raw, self.refusals = raw, refusals
@@ -119,7 +112,7 @@ class _Check:
             if key in foreign and not self._taken(f"{where}.{key}", value, foreign[key]):
                 continue
             if key in fields:
-                if instead := _instead(f"{section}.{key}", value):
+                if isinstance(value, str) and (instead := VALUES.get(f"{section}.{key}", {}).get(value)):
                     self.refusals.add(f"{where}.{key} = {value!r}: hetmesh does not have it; {instead}")
                 else:
                     kept[key] = value
@@ -148,15 +141,11 @@ class _Check:
         return False
 
 
-def _instead(key: str, value: Any) -> str | None:
-    return VALUES.get(key, {}).get(value) if isinstance(value, str) else None
-
-
 def _flat(table: Mapping[str, Any], fields: Iterable[str], foreign: Iterable[str]) -> Iterable[tuple[str, Any]]:
     """Keys and values; those of tables inside that torchtitan has by names with dots."""
     for key, value in table.items():
         if isinstance(value, Mapping) and key not in fields and any(name.startswith(f"{key}.") for name in foreign):
             inside = [name.removeprefix(f"{key}.") for name in foreign if name.startswith(f"{key}.")]
-            yield from ((f"{key}.{name}", each) for name, each in _flat(value, (), inside))
+            yield from ((f"{key}.{name}", inner) for name, inner in _flat(value, (), inside))
         else:
             yield key, value

@@ -62,11 +62,8 @@ def parse_value(text: str) -> Any:
 
 
 def apply_override(raw: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """`raw` with the key at `path` set to `value`; tables on the way are made where they are missing.
-
-    Raises:
-        RecipeError: `path` leads through a module or boundary that the recipe does not have, or through a value.
-    """
+    """`raw` with the key at `path` set to `value`; tables on the way are made where they are missing. Raises
+    RecipeError: `path` leads through a module or boundary that the recipe does not have, or through a value."""
     if path[0] == "modules" and path[1] not in raw.get("modules", {}):
         raise RecipeError(f"--{'.'.join(path)}: {unknown('module', path[1], raw.get('modules', {}))}")
     return _set(raw, path, value, ".".join(path))

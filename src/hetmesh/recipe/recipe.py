@@ -20,7 +20,6 @@ from hetmesh.recipe.overrides import apply_override, parse_overrides
 from hetmesh.recipe.section import freeze
 
 if TYPE_CHECKING:
-    from hetmesh.layout.mesh import MeshSpec
     from hetmesh.recipe.wiring import Wiring
 
 LAYOUT_KEYS = frozenset(sections.ModuleParallelism.model_fields) - frozenset(sections.ScheduleKeys.model_fields)
@@ -68,10 +67,6 @@ class Recipe(sections.Section):
     def code_folder(self) -> str | None:
         """The folder of the recipe's file, where it names code (`place_beside`)."""
         return next((table.folder for table in (self.data, *self.modules.values()) if table.folder is not None), None)
-
-    def meshes(self) -> Mapping[str, MeshSpec]:
-        """Each module's mesh, by module name."""
-        return self.wiring.meshes
 
     @property
     def sink(self) -> str:
@@ -290,11 +285,12 @@ def _merge_flat(parallelism: Mapping[str, Any], modules: Mapping[str, Any]) -> d
 def _messages(error: ValidationError) -> list[str]:
     """pydantic's complaints in our words: key, what was given, what is valid."""
     said = []
-    for each in error.errors():
+    for complaint in error.errors():
         key = ""
-        for part in each["loc"]:
+        for part in complaint["loc"]:
             key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
         key = key.replace("parallelism.modules.", "parallelism.", 1)
-        says = each["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        said.append(f"{key} is missing" if each["type"] == "missing" else f"{key} = {each['input']!r}: {says}")
+        says = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        missing = complaint["type"] == "missing"
+        said.append(f"{key} is missing" if missing else f"{key} = {complaint['input']!r}: {says}")
     return said

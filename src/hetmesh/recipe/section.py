@@ -44,7 +44,7 @@ class Section(BaseModel):
 
 
 class NamesCode(Section):
-    """A table that may name code of its own, `"package.module:Class"`, which may lie beside the recipe's file."""
+    """A table that may name custom code, `"package.module:Class"`, which may lie beside the recipe's file."""
 
     _folder: str | None = PrivateAttr(default=None)  # no key: it says where the file was, not what it says
 

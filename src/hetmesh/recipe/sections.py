@@ -23,11 +23,8 @@ MAX_RANKS = 1_000_000
 
 
 def parse_ranks(value: Any) -> Any:
-    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
-
-    Raises:
-        ValueError: it is none of these, or a rank is repeated.
-    """
+    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks. Raises
+    ValueError: it is none of these, or a rank is repeated."""
     if value is None or value == "all":
         return None
     ranks: list[int] = []
@@ -50,11 +47,7 @@ def parse_ranks(value: Any) -> Any:
 
 
 def within(value: str) -> str:
-    """The path of a folder that lies in another one.
-
-    Raises:
-        ValueError: it may lie elsewhere.
-    """
+    """The path of a folder that lies in another one. Raises ValueError: it may lie elsewhere."""
     path = PurePath(value)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{value!r} must lie in job.dump_folder: a name, or a path without '..'; move that instead")

@@ -164,11 +164,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         "initial_load_in_hf": Foreign(OFF, _HF_WEIGHTS),
         "initial_load_in_hf_quantized": Foreign(OFF, _HF_WEIGHTS),
         "last_save_model_only": Foreign(
-            OFF,
-            "write false",
-            (True,),
-            "the last checkpoint, too, has all that a resumed run needs",
-            _SAVES,
+            OFF, "write false", (True,), "the last checkpoint, too, has all that a resumed run needs", _SAVES
         ),
         "load_step": Foreign((-1,), "write [checkpoint] initial_load_path, the folder of a step"),
         "load_only": Foreign(OFF, "leave it out; [checkpoint] enable = false saves none"),
@@ -178,11 +174,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "metrics": {
         "disable_color_printing": Foreign(OFF, "set NO_COLOR=1 in the environment"),
         "save_tb_folder": Foreign(
-            ("tensorboard",),
-            "leave it out",
-            ANY,
-            "events are in the folder tensorboard of the dump_folder",
-            _LOGS,
+            ("tensorboard",), "leave it out", ANY, "events are in the folder tensorboard of the dump_folder", _LOGS
         ),
         "save_for_all_ranks": Foreign(OFF, "leave it out; metrics are those of all ranks together"),
     },
@@ -195,9 +187,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
             matters=_VALIDATES,
         ),
         "seq_len": Foreign(
-            without_effect=ANY,
-            note="[training] seq_len holds for held-out samples too",
-            matters=_VALIDATES,
+            without_effect=ANY, note="[training] seq_len holds for held-out samples too", matters=_VALIDATES
         ),
         "steps": Foreign((-1,), "write [validation] samples", matters=_VALIDATES),
         "dataloader.num_workers": Foreign((0,), _WORKERS, matters=_VALIDATES),
@@ -266,10 +256,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
         "enable": Foreign(OFF, "leave it out; `hetmesh simulate` predicts the memory of every rank"),
         "disable_fake_mode": Foreign(ANY),
     },
-    "experimental": {
-        "custom_import": Foreign(("",), _CUSTOM),
-        "custom_args_module": Foreign(("",), _CUSTOM),
-    },
+    "experimental": {"custom_import": Foreign(("",), _CUSTOM), "custom_args_module": Foreign(("",), _CUSTOM)},
 }
 """By table and key; keys of tables inside a table with a dot. A key that has a field too is passed on, any other is
 dropped."""

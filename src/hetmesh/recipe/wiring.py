@@ -34,7 +34,7 @@ EXPERT_DEGREE = "expert_parallel_degree"
 
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
     """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
-    nothing else is left; with experts an axis `ep` behind the data-parallel ones. A module without a table takes its
+    nothing else is left; with experts an axis `ep` after the data-parallel ones. A module without a table takes its
     consumer's.
 
     Raises:
@@ -140,12 +140,8 @@ class Wiring:
 
 
 def wiring(recipe: Recipe) -> Wiring:
-    """The wiring of `recipe`.
-
-    Raises:
-        RecipeError: all of this that holds: the boundaries make no graph with one sink, `at` or `media` is missing or
-            out of place, or ranks and degrees do not fit.
-    """
+    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one sink,
+    `at` or `media` is missing or out of place, or ranks and degrees do not fit."""
     boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
     try:
         topology = Topology(tuple(recipe.modules), boundaries)

@@ -11,7 +11,7 @@ import numpy as np
 from hetmesh.balance.imbalance import ModuleLoad
 
 MAX_BARS = 10
-WIDE = 6  # times the mean from which on the largest value has its bars grow by doubling
+WIDE_RATIO = 6  # times the mean from which on the largest value has its bars grow by doubling
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Histogram:
         """Of whole numbers from 0 on, in bars between whole numbers; where a few are very large, each twice as wide as
         the one before."""
         largest = max(int(values.max(initial=0)), 1)
-        if largest > WIDE * max(int(values.sum()) / max(len(values), 1), 1.0):
+        if largest > WIDE_RATIO * max(int(values.sum()) / max(len(values), 1), 1.0):
             edges = -(-largest // 2 ** np.arange(MAX_BARS)[::-1])
             return cls._between(values, np.unique([0, *edges]))
         step = -(-largest // MAX_BARS)

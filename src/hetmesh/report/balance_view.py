@@ -16,21 +16,20 @@ from hetmesh.balance import DEFERRING, POLICIES, Assignment, BalanceOptions, Bat
 from hetmesh.balance.co_located import leaders
 from hetmesh.balance.imbalance import BatchLoad, ModuleLoad, batch_load
 from hetmesh.balance.plan_batch import batch_loads, batch_plan_of, graph_slots, within_range
-from hetmesh.data.lengths import read_lengths
-from hetmesh.errors import GraphError, UsageError
-from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
+from hetmesh.data.lengths import Lengths, read_lengths
+from hetmesh.errors import GraphError, RecipeError, UsageError
+from hetmesh.graph import MediaItem, MetaArrays, ModuleGraph, SampleMeta
 from hetmesh.models import Adapter
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.run_lines import metrics_lines
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, ExpertUse, Histogram, ModuleSizes
-from hetmesh.report.given_lengths import GivenLengths
 from hetmesh.resolve.balance_options import balance_options
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 
 HISTOGRAMS = ("none", "auto")  # policies whose loads are shown as such
-MUCH_PADDING = 0.1  # share of what the LLM computes
+PADDING_SHARE = 0.1  # share of what the LLM computes
 
 
 def balance_view(
@@ -79,7 +78,7 @@ def balance_view(
         notes.append("every module has one lane and one microbatch: there is nothing to balance")
     notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
     most = max((load.modules[graph.sink.name].padding for run in runs for load in run.even), default=0.0)
-    if most > MUCH_PADDING:
+    if most > PADDING_SHARE:
         padding = f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it"
         notes.append(f"{padding}; training.pack_samples = true leaves none")
     auto = next(run for run in runs if run.name == "auto")
@@ -251,3 +250,80 @@ def _expert_use(
             )
         uses.append(use)
     return tuple(uses)
+
+
+class GivenLengths:
+    """The samples of a file of lengths under the modules of a recipe.
+
+    An encoder's tokens are what it computes on; where several make a row that it hands on (Qwen3-VL merges four), rows
+    are counted from them. What a module between gets follows from its encoder, unless the file says it. All tokens of a
+    sample attend to each other in an encoder, as those of one image do, and every token of the LLM that is no row is a
+    target. Raises RecipeError: a sample has no token for the sink.
+
+    Attributes:
+        rows: per module but the sink, the rows it emits for each sample, int64 `[samples]`.
+        tokens: of the sink, int64 `[samples]`.
+        notes: what had to be assumed.
+    """
+
+    def __init__(self, lengths: Lengths, graph: ModuleGraph, adapters: Mapping[str, Adapter], seq_len: int) -> None:
+        self.lengths, self.graph = lengths, graph
+        sink = graph.sink.name
+        self.rows: dict[str, np.ndarray] = {}
+        for name in graph.order:
+            given, inputs = lengths.of(name), graph.inputs(name)
+            if name == sink:
+                continue
+            if inputs and name not in lengths.modules:
+                sizes, inverse = np.unique(self.rows[inputs[0].source], return_inverse=True)
+                rows = [adapters[name].rows(n) if n else 0 for n in sizes.tolist()]
+                self.rows[name] = np.array(rows, np.int64)[inverse]
+            else:
+                unit = 1 if inputs else adapters[name].abilities.tokens_per_row or 1
+                self.rows[name] = -(-given // unit)
+        self.tokens = lengths.of(sink)
+        if (self.tokens < 1).any():
+            line = int(lengths.lines[self.tokens.argmin()])
+            valid = f"valid are 1 or more, as every sample goes through {sink!r}"
+            raise RecipeError(f"{lengths.path}, line {line}, key {sink!r}: got 0 tokens; {valid}")
+        self._edges = {b.at: b.source for b in graph.boundaries if b.at is not None}  # side outputs share a placeholder
+        self.notes = tuple(self._checked(sink, seq_len))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def meta(self, index: int) -> SampleMeta:
+        """Sample `index`, expanded."""
+        items: list[MediaItem] = []
+        first = 1
+        for at, source in self._edges.items():
+            if count := int(self.rows[source][index]):
+                items.append(MediaItem(at, (count,), first, count))
+                first += count
+        tokens = int(self.tokens[index])
+        targets = ((first, tokens),) if first < tokens else ()
+        rows = {name: int(rows[index]) for name, rows in self.rows.items()}
+        return SampleMeta(f"line {self.lengths.lines[index]}", tokens, tuple(items), targets, rows)
+
+    def batches(self, count: int, size: int, seed: int) -> Iterator[list[SampleMeta]]:
+        """`count` batches of `size` samples: each sample once before any comes again."""
+        rng = np.random.default_rng(seed)
+        rounds = -(-count * size // len(self))
+        order = np.concatenate([rng.permutation(len(self)) for _ in range(rounds)])
+        for i in range(count):
+            yield [self.meta(place) for place in order[i * size : (i + 1) * size].tolist()]
+
+    def _checked(self, sink: str, seq_len: int) -> Iterator[str]:
+        needed = 1 + sum((self.rows[source] for source in self._edges.values()), np.zeros_like(self.tokens))
+        short = self.tokens < needed
+        if short.any():
+            first = int(short.argmax())
+            yield (
+                f"{short.sum()} of {len(self)} samples have fewer tokens of {sink!r} than rows that take the place of "
+                f"one each (line {self.lengths.lines[first]}: {self.tokens[first]} tokens, {needed[first] - 1} rows): "
+                f"they count as rows and one token. Rows belong to the tokens of {sink!r}"
+            )
+            self.tokens = np.maximum(self.tokens, needed)
+        if (long := self.tokens > seq_len).any():
+            longer = f"{long.sum()} of {len(self)} samples are longer than training.seq_len = {seq_len}"
+            yield f"{longer}, to which training cuts them; here they are whole"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
-from hetmesh.boundary.transport import choose
+from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
@@ -16,10 +16,10 @@ from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.resolve.predictions import memory_fit
 from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import ResolvedRecipe
-from hetmesh.schedule import Schedule, peaks_in_flight
+from hetmesh.schedule import Schedule
 from hetmesh.simulate import peak_rows
 
-LINKS = ("gloo", "nccl")  # backends that may carry messages
+LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one host, or a backend
 CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
 
 
@@ -59,8 +59,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
 
 def _held(plan: BatchPlan, schedule: Schedule) -> dict[str, tuple[HeldView, ...]]:
     """Per module, of its stages."""
-    stages, rows = schedule.stages, peak_rows(plan, schedule)
-    most = peaks_in_flight(schedule.actions, stages, schedule.routes, schedule.training, schedule.split)
+    stages, rows, most = schedule.stages, peak_rows(plan, schedule), schedule.peaks_in_flight()
     held = {stage: HeldView(most[stage], rows[stage]) for stage in stages.stages}
     return {name: tuple(held[stage] for stage in stages.of_module(name)) for name in plan.graph.order}
 

@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.records.run_lines import Series
 from hetmesh.report.figures import SOFT, new_figure, plain, save_figure
 
-SPARSE = 0.5  # of the first line's points: a line with fewer has them marked
+SPARSE_SHARE = 0.5  # of the first line's points: a line with fewer has them marked
 MAX_TRIANGLES = 40  # checkpoints that are marked
 MAX_POINTS = 400  # of a line; of more, the mean of as many parts, and their range as a band
 
@@ -89,7 +89,7 @@ class Curves:
             steps, low, mean, high = _thinned(line)
             if len(steps) < len(line.steps):
                 axes.fill_between(steps, low, high, color=f"C{i}", alpha=0.25, linewidth=0)
-            few = len(steps) == 1 or (i > 0 and len(steps) < SPARSE * len(self.lines[0].steps))
+            few = len(steps) == 1 or (i > 0 and len(steps) < SPARSE_SHARE * len(self.lines[0].steps))
             marker = {"marker": "o", "markersize": 4} if few else {}
             axes.plot(steps, mean, color=f"C{i}", linewidth=1.6, label=line.name, **marker)
         for i, line in enumerate(self.dotted):

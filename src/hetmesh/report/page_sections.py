@@ -69,7 +69,7 @@ MODULES = (
     "modules; forward and backward: FLOPs of one step over all ranks, in the first global batch; state: parameters, "
     "gradients and the optimizer's; imbalance: rows of the busiest lane over the mean lane's"
 )
-VISIBLE = 0.002  # share of the step: shorter bars cannot be seen
+VISIBLE_SHARE = 0.002  # share of the step: shorter bars cannot be seen
 MAX_RANK_ROWS, MAX_NAMED_STEPS = 32, 8
 MAX_EVALUATIONS, MAX_KINDS = 12, 6  # the last ones; kinds of questions, as curves and columns
 
@@ -210,7 +210,7 @@ def _time(run: RunView) -> PageSection:
         (time.label, milliseconds(time.predicted), milliseconds(time.measured))
         for time in times
         if time.kind != "SEND"  # they run beside computation
-        and max(time.predicted or 0.0, time.measured or 0.0) > VISIBLE * longest
+        and max(time.predicted or 0.0, time.measured or 0.0) > VISIBLE_SHARE * longest
     )
     caption = "computation, mean of the ranks that do it"
     parts: list[Part] = [Picture(caption, f"{caption}; {BESIDE}", partial(pairs_figure, bars, "ms"), "pairs")]

@@ -12,7 +12,7 @@ from hetmesh.report.figures import gap_colour, new_figure, plain, save_figure
 from hetmesh.report.values import RecipeView
 
 MAX_LABELS = 32  # ranks; with more, coordinates would overlap, and neighbours of one module are one box
-TICKS = 12  # of more ranks than that
+MAX_TICKS = 12  # of more ranks than that
 
 
 def save_picture(view: RecipeView, path: str | Path) -> None:
@@ -111,5 +111,5 @@ def _draw_boundaries(axes: Any, view: RecipeView) -> None:
 
 
 def _rank_ticks(axes: Any, view: RecipeView) -> None:
-    every = -(-view.ranks // (view.ranks if view.ranks <= MAX_LABELS else TICKS))
+    every = -(-view.ranks // (view.ranks if view.ranks <= MAX_LABELS else MAX_TICKS))
     axes.set_xticks(range(0, view.ranks, every), [f"rank {rank}" for rank in range(0, view.ranks, every)], fontsize=8)

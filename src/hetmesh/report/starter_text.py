@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hetmesh.formatting import counted
+from hetmesh.formatting import counted, toml
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.metrics import amount
 from hetmesh.report.plan_text import layout_lines
@@ -105,7 +104,7 @@ def _table(path: tuple[str, ...], table: Mapping[str, Any], starter: Starter) ->
     if values:
         yield f"[{'.'.join(path)}]"
     for key, value in values.items():
-        line = f"{key} = {_toml(value)}"
+        line = f"{key} = {toml(value)}"
         comment = _comment((*path, key), starter)
         yield f"{line} # {comment}" if comment and len(line) + len(comment) + 3 <= WIDTH else line
     for key, value in table.items():
@@ -126,12 +125,3 @@ def _comment(path: Sequence[str], starter: Starter) -> str:
         return f"passes through {starter.samples:,} samples: {steps * size / starter.samples:.2g}"
     any_module = ".".join((path[0], "*", *path[2:]))
     return COMMENTS.get(key) or COMMENTS.get(any_module, "")
-
-
-def _toml(value: Any) -> str:
-    """A value on one line."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)

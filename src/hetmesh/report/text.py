@@ -136,7 +136,7 @@ def traffic_text(traffic: Traffic) -> str:
         return "no bytes between ranks: every rank already holds what it needs"
     links: dict[str, list[str]] = {}
     for link, name in traffic.transport.items():
-        links.setdefault(name, []).append(link)
+        links.setdefault(name, []).append("memory (CPUs of one host)" if link == "memory" else link)
     transport = ", ".join(name if len(links) == 1 else f"{name} on {' and '.join(on)}" for name, on in links.items())
     bound = "the least possible" if traffic.bytes == traffic.bound else f"at least {amount(traffic.bound)}B needed"
     return f"{amount(traffic.bytes)}B between ranks, {bound}; by {transport}"

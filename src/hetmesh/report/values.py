@@ -68,7 +68,8 @@ class ModuleView:
 @dataclass(frozen=True)
 class Traffic:
     """One direction of a boundary in one microbatch: bytes that the plan moves between ranks; the fewest that any plan
-    could (what each rank must end up with and does not hold, by the layouts alone); their way, by backend."""
+    could (what each rank must end up with and does not hold, by the layouts alone); their way, by what
+    may carry them (`memory` where all ranks are on the CPUs of one host, else a backend)."""
 
     bytes: int
     bound: int

@@ -14,7 +14,7 @@ from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph import dense_mesh, experts_fit
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
-from hetmesh.models.batch_statistics import check_batch_statistics
+from hetmesh.models.module_shape import check_batch_statistics
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.user.plan_probe import reason_not_compared
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole

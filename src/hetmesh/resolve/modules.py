@@ -22,8 +22,7 @@ from hetmesh.models import (
     pretrained_of,
     stand_ins,
 )
-from hetmesh.models.batch_statistics import check_batch_statistics
-from hetmesh.models.module_shape import module_shape
+from hetmesh.models.module_shape import check_batch_statistics, module_shape
 from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES

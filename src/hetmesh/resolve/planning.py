@@ -10,7 +10,7 @@ from typing import Any
 from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.cost import Profile
 from hetmesh.cost.expert_costs import ExpertSizes
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, UsageError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
@@ -50,7 +50,8 @@ def recipe_problem(
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
 
     Raises:
-        RecipeError: a key of `fixed` that there is not, or sizes of a module or a machine that are not known.
+        RecipeError: sizes of a module or a machine that are not known.
+        UsageError: a key of `fixed` that there is not, or a value that is not valid.
     """
     recipe, adapters = resolved.recipe, resolved.adapters
     fitted = profile or recipe.profiling.profile
@@ -150,12 +151,12 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
         module, dot, name = key.rpartition(".")
         value = schedule_name(value) if key == "schedule" else value
         if not ((not dot and key in values) or (module in modules and name in keys)):
-            raise RecipeError(
+            raise UsageError(
                 f"--fix {key}: valid are {', '.join(values)}, and for MODULE of {modules} MODULE.KEY with KEY of {keys}"
             )
         valid = values[key] if not dot else ("none", "full") if name == keys[-1] else None
         if not (type(value) is int and value >= 1 if valid is None else value in valid):
-            raise RecipeError(f"--fix {key}: {value!r} is not valid")
+            raise UsageError(f"--fix {key}: {value!r} is not valid")
         out[module, axis_of.get(name, name)] = value
     return out
 

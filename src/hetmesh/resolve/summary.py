@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from hetmesh.formatting import counted, ranks_text, table
+from hetmesh.formatting import counted, ranks_text, table, toml
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
@@ -101,27 +100,27 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
     recipe = resolved.recipe
     for name, module in recipe.modules.items():
         yield f"[modules.{name}]"
-        yield f"model = {_toml(module.model)}"
+        yield f"model = {toml(module.model)}"
         if module.initial_load_path is not None:
-            yield f"initial_load_path = {_toml(module.initial_load_path)}"
+            yield f"initial_load_path = {toml(module.initial_load_path)}"
         if module.config:
-            yield f"config = {_toml(module.config)}"
+            yield f"config = {toml(module.config)}"
         if module.media is not None:
-            yield f"media = {_toml(module.media)}"
+            yield f"media = {toml(module.media)}"
         if name == recipe.sink:
-            yield f"attention_mask = {_toml(module.attention_mask)}"
+            yield f"attention_mask = {toml(module.attention_mask)}"
         yield from _owned(resolved.adapters[name])
     for boundary in recipe.boundaries:
         yield "[[boundaries]]"
-        yield f"from = {_toml(boundary.source)}"
-        yield f"to = {_toml(boundary.destination)}"
+        yield f"from = {toml(boundary.source)}"
+        yield f"to = {toml(boundary.destination)}"
         if boundary.at is not None:
-            yield f"at = {_toml(boundary.at)}"
+            yield f"at = {toml(boundary.at)}"
     yield "[data]"
-    yield f"source = {_toml(recipe.data.source)}"
+    yield f"source = {toml(recipe.data.source)}"
     if recipe.data.options:
         yield "[data.options]"
-        yield from (f"{key} = {_toml(value)}" for key, value in recipe.data.options.items())
+        yield from (f"{key} = {toml(value)}" for key, value in recipe.data.options.items())
 
 
 def _owned(adapter: Adapter) -> Iterator[str]:
@@ -132,12 +131,3 @@ def _owned(adapter: Adapter) -> Iterator[str]:
     yield f"# owns {len(names)} tensors of {sum(t.numel() for t in names.values()):,} numbers:"
     alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     yield from (f"#   {name}" + (f"  ({count})" if "*" in name else "") for name, count in alike.items())
-
-
-def _toml(value: object) -> str:
-    """A value on one line."""
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(str(key))} = {_toml(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)  # texts, numbers and truth values are written alike

@@ -42,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts once, however many views it has, from the operation that makes it until it is freed. One that
     is resized, as FSDP does with what it gathers, counts with its current size. Memory that
-    torch has not allocated (a mapped file, an array) is not counted.
+    torch has not allocated (a mapped file, an array, what ranks of one host share to pass messages) is not counted.
 
     Args:
         existing: tensors that are alive already; of a DTensor its local part counts.

@@ -84,7 +84,7 @@ class Runtime:
         channels = job_channels(graph) if world.backend.by_order else None
         if channels is not None:
             world.open(channels.all)
-        for ranks in edge_groups(stage_graph(graph), transport, channels):
+        for ranks in edge_groups(stage_graph(graph), transport, world.link, channels):
             world.group(ranks)
         self.channels = {} if channels is None else channels.of_edge
 

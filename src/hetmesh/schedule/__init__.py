@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hetmesh.schedule.bubble_fill import bubble_fill
 from hetmesh.schedule.interleaved import interleaved
-from hetmesh.schedule.one_f_one_b import one_f_one_b, zero_bubble
+from hetmesh.schedule.one_f_one_b import one_f_one_b, three_phase, zero_bubble
 from hetmesh.schedule.schedule import (
     Action,
     Kind,
@@ -12,14 +12,10 @@ from hetmesh.schedule.schedule import (
     Schedule,
     dependencies,
     holding,
-    peak_in_flight,
     peaks_in_flight,
-    required,
-    takes_part,
     validate,
 )
 from hetmesh.schedule.sequential import sequential
-from hetmesh.schedule.three_phase import three_phase
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.

@@ -93,7 +93,7 @@ def _filled(
         own = problem if numbers is None else problem.renamed(names)
         found += [(refined, names) for refined in _refined(own, caps, found[0][0].makespan)]
     if score is None:
-        return schedule(*min(found, key=lambda each: each[0].makespan))
+        return schedule(*min(found, key=lambda order: order[0].makespan))
     return min((schedule(*order) for order in found), key=score)
 
 
@@ -129,7 +129,7 @@ def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
     """The orders of filling that differ: what can start first is what comes first by number, unless stages of
     fillers on the same ranks wait for each other by way of other ranks."""
     groups = {problem.stage[i]: problem.groups[i] for i in range(problem.fixed, len(problem.actions))}
-    tracks = [track for some in groups.values() for each in some for track in each]
+    tracks = [track for sets in groups.values() for tracks in sets for track in tracks]
     plain = FillOrder(ahead=True), FillOrder()
     if len(set(tracks)) == len(tracks) or len(set(groups.values())) == 1:
         return plain
@@ -137,11 +137,7 @@ def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    """The schedule of the sink's module alone.
-
-    Raises:
-        ScheduleError: there is no such inner schedule.
-    """
+    """The schedule of the sink's module alone. Raises ScheduleError: there is no such inner schedule."""
     if options.inner not in INNER_SCHEDULES:
         valid = ", ".join(INNER_SCHEDULES)
         raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {valid}")

@@ -107,8 +107,8 @@ def longest_tails(problem: FillProblem, order: Sequence[int]) -> Tails:
         for other, needed in problem.before[i]:
             earlier = after[other]
             for place, seconds in enumerate(tail):
-                for each in range(len(earlier)) if needed is None else needed[place]:
-                    earlier[each] = max(earlier[each], seconds)
+                for group in range(len(earlier)) if needed is None else needed[place]:
+                    earlier[group] = max(earlier[group], seconds)
         for other in problem.previous[i]:
             same = groups[other] == groups[i]
             after[other] = [max(own, tail[p] if same else max(tail)) for p, own in enumerate(after[other])]
@@ -153,11 +153,8 @@ class _Pass:
         self.path: dict[int, None] = {}  # from a goal to what has to come first
 
     def run(self) -> Filled:
-        """Until everything is in the order.
-
-        Raises:
-            ScheduleError: a stage may not hold as many microbatches as the order of the sink's module needs.
-        """
+        """Until everything is in the order. Raises ScheduleError: a stage may not hold as many microbatches as the
+        order of the sink's module needs."""
         problem, count = self.problem, len(self.problem.actions)
         following, wanted = 0, problem.backwards
         while len(self.order) < count:
@@ -187,7 +184,7 @@ class _Pass:
             for other, needed in self.problem.before[i]:
                 stops = self.stops[other]
                 assert stops is not None
-                for stop in stops if needed is None else [stops[each] for each in needed[place]]:
+                for stop in stops if needed is None else [stops[group] for group in needed[place]]:
                     if stop > start:
                         start = stop
             out.append(start)

@@ -113,7 +113,7 @@ def fill_problem(
         if kinds:
             ends[i] = (number[Action(kinds[-1], stage, m)],)
         else:
-            ends[i] = tuple(number[Action(Kind.FORWARD, *each)] for each in readers(stage, m, stages, routes))
+            ends[i] = tuple(number[Action(Kind.FORWARD, *reader)] for reader in readers(stage, m, stages, routes))
     seconds = [_seconds(action, len(groups[action.stage]), places, durations, on_sets) for action in actions]
     groups_of, stage_of = (
         zip(*((groups[a.stage], index[a.stage]) for a in actions), strict=True) if actions else ((), ())
@@ -208,5 +208,6 @@ def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups
             joined = tracks.union(*(group for group in merged if group & tracks))
             merged = [group for group in merged if not group & tracks] + [joined]
         groups[stage] = tuple(sorted(tuple(sorted(group)) for group in merged))
-        places[stage] = tuple(next(i for i, each in enumerate(groups[stage]) if set(each) & tracks) for tracks in sets)
+        number = {track: i for i, group in enumerate(groups[stage]) for track in group}
+        places[stage] = tuple(number[min(tracks)] for tracks in sets)
     return groups, places, len(numbers)

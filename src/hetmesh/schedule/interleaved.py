@@ -89,7 +89,7 @@ def _sequence(
 
     Args:
         released: the microbatches in the order of their backwards.
-        downstream: microbatches that modules behind this one hold before their first backward.
+        downstream: microbatches that modules after this one hold before their first backward.
     """
     microbatches = len(released)
     forwards = list(_rounds(chunks, p, microbatches))
@@ -98,7 +98,7 @@ def _sequence(
     ]
     size = _round_sizes(p, microbatches)[0]
     warm = (p - 1 - r) * (2 if early else 1) + (len(chunks) - 1) * size
-    warm += len(chunks) * size * -(-downstream // size)  # whole rounds that those behind wait for
+    warm += len(chunks) * size * -(-downstream // size)  # whole rounds that later modules wait for
     warm = min(warm, len(forwards)) if backwards else len(forwards)
     yield from (Action(Kind.FORWARD, s, m) for s, m in forwards[:warm])
     ahead = iter(forwards[warm:])

@@ -244,9 +244,7 @@ class Fixed(Group):
         self.position += 1
 
 
-def caps_by_distance(
-    stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]], given: Mapping[Stage, int] | None = None
-) -> dict[Stage, int]:
+def caps_by_distance(stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]]) -> dict[Stage, int]:
     """How many microbatches each stage may hold: what its consumers need to hold as many as they may and have their
     next one ready; the sink 1.
 
@@ -256,10 +254,6 @@ def caps_by_distance(
 
     Args:
         steps: from `one_by_one`: no stage may hold fewer than there.
-        given: caps that a policy fixes.
-
-    Raises:
-        ScheduleError: a given cap is lower than that.
     """
     actions = [action for step in steps for action in step]
     training = any(action.kind is Kind.BACKWARD for action in actions)
@@ -268,12 +262,7 @@ def caps_by_distance(
     caps: dict[Stage, int] = {}
     for stage in reversed(stages.stages):
         ahead = [run_ahead(routes, e, caps[e.destination], backwards.get(e.destination)) for e in stages.outputs(stage)]
-        caps[stage] = (given or {}).get(stage, max([1, *ahead, least[stage]]))
-        if caps[stage] < least[stage]:
-            raise ScheduleError(
-                f"schedule: stage {stage} may hold {caps[stage]} microbatches at a time, but the microbatches it feeds "
-                f"need {least[stage]} of them, even one after the other"
-            )
+        caps[stage] = max([1, *ahead, least[stage]])
     return caps
 
 

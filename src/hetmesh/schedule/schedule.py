@@ -20,7 +20,7 @@ class PolicyOptions:
         window: three_phase: microbatches whose encoder forwards come together; None: all of the step.
         recompute: three_phase: encoders keep only their inputs and run their forward again before their backward.
         offload: three_phase: waiting activations of encoders are kept in the memory of the host.
-        early: interleaved: warm up with twice as many forwards per rank behind, as Megatron-LM does, which hides the
+        early: interleaved: warm up with twice as many forwards per later rank, as Megatron-LM does, which hides the
             latency of messages. Otherwise with as few as keep the makespan, which holds fewer activations.
         inner: bubble_fill: the schedule of the LLM whose gaps are filled, `"1f1b"`, `"interleaved"` or `"zero_bubble"`.
         refine: bubble_fill: False: the coarse placement alone, for comparison.
@@ -131,6 +131,10 @@ class Schedule:
         held = {stage for stage in self.stages.stages if rank in self.stages.ranks_of(stage)}
         return tuple(action for action in self.actions if takes_part(action, held))
 
+    def peaks_in_flight(self) -> dict[Stage, int]:
+        """Per stage, the most microbatches that it holds at a time."""
+        return peaks_in_flight(self.actions, self.stages, self.routes, self.training, self.split)
+
 
 def takes_part(action: Action, held: frozenset[Stage] | set[Stage] | Mapping[Stage, object]) -> bool:
     """Whether a rank that holds the stages `held` takes part in `action`."""
@@ -160,8 +164,8 @@ def required(
     for e in stages.edges:
         back = training and e in stages.gradient_edges
         for route in routes.along(e):
-            for each in (route, route.reversed) if back else (route,):
-                yield from (Action.along(Kind.SEND, each), Action.along(Kind.RECV, each))
+            for way in (route, route.reversed) if back else (route,):
+                yield from (Action.along(Kind.SEND, way), Action.along(Kind.RECV, way))
     for s in stages.stages:
         kinds = (Kind.FORWARD, *(backward_kinds(s, stages, split) if training else ()))
         yield from (Action(kind, s, m) for m in range(routes.count(s.module)) for kind in kinds)
@@ -241,12 +245,12 @@ def holding(
                 waiting[target, m] = count
                 yield target, m, 1
             producers = [(r.edge.source, r.source) for r in routes.into(stages.inputs(target), m)]
-            for each in dict.fromkeys(producers):
-                if each in waiting:
-                    waiting[each] -= 1
-                    if not waiting[each]:
-                        del waiting[each]
-                        yield (*each, -1)
+            for producer in dict.fromkeys(producers):
+                if producer in waiting:
+                    waiting[producer] -= 1
+                    if not waiting[producer]:
+                        del waiting[producer]
+                        yield (*producer, -1)
         elif action.kind is last[target]:
             yield target, m, -1
 
@@ -264,12 +268,6 @@ def peaks_in_flight(
         held[stage] += change
         most[stage] = max(most[stage], held[stage])
     return most
-
-
-def peak_in_flight(schedule: Schedule, stage: Stage) -> int:
-    """The most microbatches that `stage` holds at a time: see `Schedule.in_flight`."""
-    s = schedule
-    return peaks_in_flight(s.actions, s.stages, s.routes, s.training, s.split)[stage]
 
 
 def validate(schedule: Schedule) -> Schedule:
@@ -299,7 +297,7 @@ def validate(schedule: Schedule) -> Schedule:
             if before not in done:
                 raise ScheduleError(f"schedule: {action} comes before {before}, which it needs")
         done.add(action)
-    most = peaks_in_flight(schedule.actions, stages, routes, schedule.training, split)
+    most = schedule.peaks_in_flight()
     for stage, cap in schedule.in_flight.items():
         if most[stage] > cap:
             raise ScheduleError(f"schedule: stage {stage} holds {most[stage]} microbatches at a time, its cap is {cap}")

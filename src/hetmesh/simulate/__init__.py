@@ -6,4 +6,4 @@ from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.predicted_memory import MemoryFit, RankMemory, largest_memory, peak_rows, rank_memory
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.step_model import StepModel
-from hetmesh.simulate.timeline import KINDS, Span, Spans, Timeline
+from hetmesh.simulate.timeline import Span, Spans, Timeline

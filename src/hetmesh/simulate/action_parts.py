@@ -1,7 +1,7 @@
 """What an action consists of: attention, MLP and the collectives of tensor parallelism, layer by layer.
 
 A weight that is split along its inputs ends in a sum over the ranks that share the layer, so a layer falls into pieces
-of computation, each with a sum behind it: attention and MLP in a transformer block. In the backward pieces come in the
+of computation, each followed by a sum: attention and MLP in a transformer block. In the backward pieces come in the
 other order; a layer that is computed again runs its forward first.
 """
 

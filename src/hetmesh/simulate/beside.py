@@ -156,9 +156,9 @@ class BesideRun(Run):
         each = c.each[i]
         seconds, inside = each[group] if each else (c.seconds[i], c.collectives[i])
         parts = _parts_of(self.costs, action)
-        whole = sum(each for _, each in parts)
+        whole = sum(part for _, part in parts)
         scale = seconds / whole if whole else 0.0
-        return [(kind, scale * each) for kind, each in parts], seconds, inside
+        return [(kind, scale * part) for kind, part in parts], seconds, inside
 
     def _alone(self, i: int) -> None:
         """An action that nothing runs beside yet: it keeps its time, and leaves its collectives to others."""
@@ -169,8 +169,8 @@ class BesideRun(Run):
             for track in tracks:
                 past, now = self.past[track], start
                 past.add(_IDLE, start)
-                for kind, each in parts:
-                    now += each
+                for kind, part in parts:
+                    now += part
                     open_to = {COLLECTIVE: _COMMUNICATING, EXCHANGE: _CLOSED}.get(kind, _COMPUTING)
                     past.add(open_to, now)
                 self.free[track] = self.idle[track] = start + seconds
@@ -188,7 +188,7 @@ class BesideRun(Run):
         made: list[_Work] = self.done.setdefault((target, m, forward), [])
         for g, tracks in enumerate(groups):
             parts, seconds, inside = self._parts(i, g)
-            pieces = [(kind == COLLECTIVE, each) for kind, each in parts]
+            pieces = [(kind == COLLECTIVE, part) for kind, part in parts]
             if len(tracks) == 1:
                 work = _Work(tracks[0], c.kinds[i], target, m, pieces, after[g])
                 self.queue[tracks[0]].append(work)
@@ -249,7 +249,7 @@ class BesideRun(Run):
             self._finish(self.queue[track][-1])
 
     def _complete(self, work: _Work) -> None:
-        """Run what is first in the stream of a track: in what the track has done so far, and the rest behind it."""
+        """Run what is first in the stream of a track: in what the track has done so far, and the rest after it."""
         ready = max((self._time(action) for action in work.after), default=0.0)
         track = work.track
         past = self.past[track]
@@ -266,10 +266,9 @@ class BesideRun(Run):
                     self.collectives[track] += (stop - start) * collective
                     self._span(track, work.kind, work.target, work.microbatch, start, stop)
             if past.place == len(past.stops) and left > 1e-15:
-                rest = left + sum(each for _, each in work.parts[place + 1 :])
-                self.collectives[track] += sum(
-                    each for inside, each in [(collective, left), *work.parts[place + 1 :]] if inside
-                )
+                later = work.parts[place + 1 :]
+                rest = left + sum(part for _, part in later)
+                self.collectives[track] += sum(part for inside, part in [(collective, left), *later] if inside)
                 start = max(self.free[track], past.now)
                 self._block(track, start, start + rest)
                 self._span(track, work.kind, work.target, work.microbatch, start, start + rest)

@@ -6,14 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from hetmesh.simulate.timeline import (
-    GATHER,
-    LAYERS,
-    OPTIMIZER,
-    REDUCE,
-    Spans,
-    Timeline,
-)
+from hetmesh.simulate.timeline import GATHER, LAYERS, OPTIMIZER, REDUCE, Spans, Timeline
 
 CLASSES = ("dp_gather", "dp_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
 """Classes of bubbles, as in Optimus (arXiv 2408.03505, table 1)."""

@@ -58,7 +58,7 @@ def plan_flows(plan: BatchPlan, schedule: Schedule) -> dict[Route, tuple[tuple[i
             pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for m, source, to, destination in np.unique(columns, axis=1).T.tolist():
                 pairs.setdefault((m, to), []).append((source, destination))
-            found[ends] = {key: tuple(each) for key, each in pairs.items()}
+            found[ends] = {key: tuple(exchanged) for key, exchanged in pairs.items()}
         for route in schedule.routes.along(edge):
             flows[route] = found[ends].get((route.source, route.destination), ())
     return flows
@@ -107,10 +107,10 @@ def merge_equal_replicas(groups: Groups, flows: Flows, costs: Costs) -> Lanes | 
             ranks[stage, g] = sorted(r for other in others for r in groups[stage][parts[other][i][1]])
     if all(len(lanes) == 1 for lanes in kept.values()):
         return None
-    kept = {stage: sorted(each) for stage, each in kept.items()}
-    place = {(stage, g): i for stage, each in kept.items() for i, g in enumerate(each)}
+    kept = {stage: sorted(lanes) for stage, lanes in kept.items()}
+    place = {(stage, g): i for stage, lanes in kept.items() for i, g in enumerate(lanes)}
     return Lanes(
-        {stage: tuple(tuple(ranks[stage, g]) for g in each) for stage, each in kept.items()},
+        {stage: tuple(tuple(ranks[stage, g]) for g in lanes) for stage, lanes in kept.items()},
         {
             route: tuple(
                 (place[route.edge.source, a], place[route.edge.destination, b])
@@ -119,7 +119,7 @@ def merge_equal_replicas(groups: Groups, flows: Flows, costs: Costs) -> Lanes | 
             )
             for route, pairs in flows.items()
         },
-        {(stage, m): tuple(each[g] for g in kept[stage]) for (stage, m), each in costs.items()},
+        {(stage, m): tuple(of_lanes[g] for g in kept[stage]) for (stage, m), of_lanes in costs.items()},
     )
 
 
@@ -133,7 +133,7 @@ def _replicas(groups: Groups, flows: Flows) -> list[list[Node]]:
             x = parent[x]
         return x
 
-    nodes = [(stage, g) for stage, each in groups.items() for g in range(len(each))]
+    nodes = [(stage, g) for stage, sets in groups.items() for g in range(len(sets))]
     for stage, g in nodes:
         for rank in groups[stage][g]:
             parent[root(rank)] = root((stage, g))

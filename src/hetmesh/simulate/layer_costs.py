@@ -68,11 +68,8 @@ class LayerCosts:
         self._known: dict[tuple[LayerShape, How], np.ndarray] = {}
 
     def of(self, layer: LayerShape, how: How) -> np.ndarray:
-        """float64 [4, parts]: constant, per row, per pair and per target of each of `PARTS`.
-
-        Raises:
-            HetmeshError: the machine has no peak in the dtype, or the profile lacks the layer.
-        """
+        """float64 [4, parts]: constant, per row, per pair and per target of each of `PARTS`. Raises HetmeshError: the
+        machine has no peak in the dtype, or the profile lacks the layer."""
         experts = how.experts if layer.expert_weights else ()
         how = replace(how, group=self._placed(how.group), experts=self._placed(experts))
         if (layer, how) not in self._known:

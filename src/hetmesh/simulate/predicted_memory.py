@@ -195,7 +195,7 @@ class _HeldBytes:
     def __init__(self, static: list[int]) -> None:
         self.total, self.peak = list(static), list(static)
         self.of = [[size] + [0] * (len(CONTENTS) - 1) for size in static]
-        self.most = [(tuple(each), 0) for each in self.of]
+        self.most = [(tuple(contents), 0) for contents in self.of]
         self.at = 0
 
     def add(self, tracks: tuple[int, ...], size: int, what: int) -> None:

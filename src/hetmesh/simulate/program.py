@@ -84,11 +84,7 @@ _COLUMNS = ("kinds", "targets", "microbatches", "to", "routes", "seconds", "coll
 
 
 def program(schedule: Schedule, costs: StepCosts) -> Program:
-    """The columns of `schedule` under `costs`.
-
-    Raises:
-        GraphError: there is no cost for a stage and microbatch.
-    """
+    """The columns of `schedule` under `costs`. Raises GraphError: there is no cost for a stage and microbatch."""
     stages = schedule.stages
     classes = rank_classes(stages, costs.lanes)
     track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}

@@ -95,14 +95,14 @@ def _predicting(samples: Sequence[SampleMeta], starts: Sequence[int]) -> Interva
     )
 
 
-_FEW_PAIRS = 16
+_MAX_LISTED_PAIRS = 16
 
 
 def overlap(a: Intervals, b: Intervals) -> int:
     """Positions that two ascending interval lists share."""
     if not a or not b:
         return 0
-    if len(a) * len(b) <= _FEW_PAIRS:  # arrays cost more than they save
+    if len(a) * len(b) <= _MAX_LISTED_PAIRS:  # arrays cost more than they save
         return sum(max(min(stop, high) - max(start, low), 0) for start, stop in a for low, high in b)
     (starts, stops), (low, high) = np.array(a, np.int64).T, np.array(b, np.int64).T
     held = np.concatenate([[0], np.cumsum(high - low)])

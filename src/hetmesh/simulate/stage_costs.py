@@ -11,7 +11,7 @@ import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
-from hetmesh.cost.collective_time import all_reduce, gradient_sum_time, link, shard_gather_time
+from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
@@ -45,7 +45,7 @@ class ModuleCosts:
 
 def _filled(parts: list[tuple[str, float]], seconds: float) -> Parts:
     """`parts`, with the rest of `seconds` in front: gathers, and keys that are waited for."""
-    rest = seconds - sum(each for _, each in parts)
+    rest = seconds - sum(part for _, part in parts)
     return joined([(EXCHANGE, rest if rest > 1e-9 * seconds else 0.0), *parts])
 
 
@@ -263,7 +263,7 @@ class StageCosts:
             (self._gathered_experts, self._experts_group("dp_shard")),
         )
         return sum(
-            shard_gather_time(count, itemsize, group, self.machine)
+            all_gather(count * itemsize, group, self.machine)
             for held, group in gathered
             for owner, count in held.items()
             if chosen(owner)

@@ -92,7 +92,7 @@ class StepModel:
     @cached_property
     def memory(self) -> Mapping[str, Mapping[int, StaticMemory]]:
         """Per module and rank what it holds for the whole run."""
-        return {name: module_memory(each.shape, each.spec, self.optimizer) for name, each in self._modules.items()}
+        return {name: module_memory(own.shape, own.spec, self.optimizer) for name, own in self._modules.items()}
 
     def costs(self, plan: BatchPlan, schedule: Schedule, *, lanes: bool = True, parts: bool = False) -> StepCosts:
         """What the step of `plan` takes under `schedule`, as it is run: recomputation, FSDP, frozen parts, packed
@@ -140,14 +140,14 @@ class StepModel:
         work: Mapping[str, Sequence[Sequence[RankWork]]],
     ) -> Lanes | None:
         groups: dict[Stage, tuple[tuple[int, ...], ...]] = {}
-        each: dict[tuple[Stage, int], tuple[StageCost, ...]] = {}
+        of_groups: dict[tuple[Stage, int], tuple[StageCost, ...]] = {}
         for stage in schedule.stages.stages:
             spec = self.graph[stage.module]
             groups[stage] = group_ranks(spec, stage.index)
             if len(groups[stage]) > 1:
                 found = built[stage].group_costs(work[stage.module], lane_groups(spec))
-                each |= {(stage, m): costs for m, costs in found.items()}
-        return merge_equal_replicas(groups, plan_flows(plan, schedule), each)
+                of_groups |= {(stage, m): costs for m, costs in found.items()}
+        return merge_equal_replicas(groups, plan_flows(plan, schedule), of_groups)
 
     def _parts(
         self,
@@ -184,15 +184,15 @@ class StepModel:
     def held(self) -> dict[int, StaticMemory]:
         """Per rank what it holds for the whole run, of all modules."""
         total: dict[int, StaticMemory] = {}
-        for each in self.memory.values():
-            for rank, memory in each.items():
+        for ranks in self.memory.values():
+            for rank, memory in ranks.items():
                 total[rank] = total.get(rank, StaticMemory()).beside(memory)
         return total
 
     @cached_property
     def _update_bytes(self) -> dict[int, int]:
-        each = {rank: [held[rank] for held in self.memory.values() if rank in held] for rank in self.held}
+        of_rank = {rank: [ranks[rank] for ranks in self.memory.values() if rank in ranks] for rank in self.held}
         return {
             rank: update_bytes(held, self.optimizer, self.implementation, self.weight_decay)
-            for rank, held in each.items()
+            for rank, held in of_rank.items()
         }

@@ -124,8 +124,6 @@ class Timeline:
         records: Mapping[int, Sequence[Record]],
         *,
         optimizer: Mapping[int, tuple[float, float]] | None = None,
-        collectives: Mapping[int, float] | None = None,
-        peak_bytes: Mapping[int, int] | None = None,
     ) -> Timeline:
         """The timeline of a real step.
 
@@ -134,8 +132,6 @@ class Timeline:
         Args:
             records: per rank, what it ran, in seconds since a zero that all ranks share.
             optimizer: per rank, start and stop of what follows the last action (normalising, clipping, the optimizer).
-            collectives: per rank, seconds of collectives inside layers, where they were measured.
-            peak_bytes: per rank.
 
         Raises:
             GraphError: an action does not belong to the schedule, or stops before it starts.
@@ -173,16 +169,12 @@ class Timeline:
             worked,
             moved,
             max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
-            tuple((collectives or {}).get(rank, 0.0) for rank in ranks),
-            tuple((peak_bytes or {}).get(rank, 0) for rank in ranks),
+            (0.0,) * len(ranks),
+            (0,) * len(ranks),
         )
 
     def track_of(self, rank: int) -> int:
-        """The track of `rank`.
-
-        Raises:
-            GraphError: no stage is on `rank`.
-        """
+        """The track of `rank`. Raises GraphError: no stage is on `rank`."""
         if rank not in self._track_of:
             raise GraphError(f"timeline: no work on rank {rank}")
         return self._track_of[rank]
@@ -215,11 +207,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Timeline:
-        """What `as_json` made.
-
-        Raises:
-            GraphError: a part is missing or has another form.
-        """
+        """What `as_json` made. Raises GraphError: a part is missing or has another form."""
         try:
             found = cls(
                 tuple(tuple(int(rank) for rank in ranks) for ranks in value["rows"]),
@@ -267,7 +255,7 @@ def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[t
     classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for rank in sorted(held):
         classes.setdefault(tuple(held[rank]), []).append(rank)
-    return [(tuple(ranks), tuple(i for i, _ in each)) for each, ranks in classes.items()]
+    return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
 
 def target_names(stages: StageGraph) -> tuple[str, ...]:

@@ -39,12 +39,8 @@ def dense_mask(kind: str, metas: Sequence[SampleMeta], width: int) -> Tensor:
 
 
 class DenseAttention:
-    """Stands for a `ContextAttention` of padded samples: `hetmesh.attention.attend` then computes what torch's own
-    attention does with a dense mask.
-
-    Args:
-        mask: `dense_mask` of the samples.
-    """
+    """Stands for a `ContextAttention` of padded samples, whose `dense_mask` is `mask`: `hetmesh.attention.attend` then
+    computes what torch's own attention does with it."""
 
     name = "dense"
 

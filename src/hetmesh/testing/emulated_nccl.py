@@ -6,7 +6,7 @@ Messages go through gloo and collectives too; order, communicators, and what is 
   when both sides have reached it. Both sides say which message they mean: a crossed order is found and named.
 * The first batch on a group that nobody connected is a rendezvous of all its ranks; those that do not come are named.
 * What a batch brings is not there before a wait. Buffers in flight hold NaN, and in a step no operation may touch them.
-* `wait()` does not block the host: the first operation behind it that touches the buffer does, as a stream would.
+* `wait()` does not block the host: the first operation after it that touches the buffer does, as a stream would.
   `wait(timeout)` blocks, and is counted.
 * Several communicators are launched in orders that agree on all ranks (`stuck`), seen at the end of a step.
 * A work that nobody waits for is an error at the end of the step; its time counts from posting.
@@ -92,12 +92,8 @@ class EmulatedNccl(Nccl):
     def post(
         self, receives: Sequence[PeerBuffer], sends: Iterable[PeerBuffer], tag: int, group: Group, what: object
     ) -> tuple[Posted, Posted]:
-        """One batch at the end of the communicator's queue; see `Backend.post`.
-
-        Raises:
-            EmulatedError: ranks do not come to the rendezvous of a communicator that does not exist yet, or something
-                posted on it before has failed.
-        """
+        """One batch at the end of the communicator's queue; see `Backend.post`. Raises EmulatedError: ranks do not come
+        to the rendezvous of a communicator that does not exist yet, or something posted on it before has failed."""
         parts = [HalfMessage.receive(peer, buffer) for peer, buffer in receives]
         parts += [HalfMessage.send(peer, buffer) for peer, buffer in sends]
         return ([(None, self._put(Batch(parts, tag, str(what)), group))] if parts else []), []
@@ -113,7 +109,7 @@ class EmulatedNccl(Nccl):
     ) -> EmulatedWork:
         """A batch of messages between all ranks of the group, as it is on NCCL; see `Backend.all_to_all`."""
         peers = dist.get_process_group_ranks(group)
-        to_receive, to_send = (whole.split(list(each)) for whole, each in zip((received, sent), sizes, strict=True))
+        to_receive, to_send = (whole.split(list(parts)) for whole, parts in zip((received, sent), sizes, strict=True))
         parts = [HalfMessage.receive(peer, buffer) for peer, buffer in zip(peers, to_receive, strict=True)]
         parts += [HalfMessage.send(peer, buffer) for peer, buffer in zip(peers, to_send, strict=True)]
         here = dist.get_rank()
@@ -170,13 +166,13 @@ class EmulatedNccl(Nccl):
         if absent:
             raise EmulatedError(f"rank {rank} is done with its step; within {self._limit:g} s {absent} were not")
         seen = {other: json.loads(store.get(f"{key}{other}")) for other in range(dist.get_world_size())}
-        for other, each in seen.items():
-            if isinstance(each.get("failed"), str):
-                raise EmulatedError(f"rank {other} failed in this step: {each['failed']}")
-        compare_collectives(rank, {other: each["collectives"] for other, each in seen.items()})
-        if told := stuck({other: each["launched"] for other, each in seen.items()}):
+        for other, report in seen.items():
+            if isinstance(report.get("failed"), str):
+                raise EmulatedError(f"rank {other} failed in this step: {report['failed']}")
+        compare_collectives(rank, {other: report["collectives"] for other, report in seen.items()})
+        if circle := stuck({other: report["launched"] for other, report in seen.items()}):
             raise EmulatedError(
-                f"crossed order between communicators: {told}; NCCL may hang where ranks launch work of several "
+                f"crossed order between communicators: {circle}; NCCL may hang where ranks launch work of several "
                 "communicators in different orders"
             )
         self.counts.collectives += sum(map(len, mine.values()))
@@ -277,11 +273,8 @@ class EmulatedWork:
         return over
 
     def deliver(self) -> None:
-        """Block until it is over and put what came into its buffers.
-
-        Raises:
-            EmulatedError: it failed, or somebody wrote to its buffers while it was in flight.
-        """
+        """Block until it is over and put what came into its buffers. Raises EmulatedError: it failed, or somebody wrote
+        to its buffers while it was in flight."""
         if not self._delivered:
             self._delivered = True
             self._backend._state.in_flight.remove(self)

@@ -122,11 +122,8 @@ class Queue:
         self._thread: threading.Thread | None = None
 
     def rendezvous(self, batch: Batch) -> None:
-        """Make the communicator, for which all its ranks must come; the host waits.
-
-        Raises:
-            EmulatedError: some do not.
-        """
+        """Make the communicator, for which all its ranks must come; the host waits. Raises EmulatedError: some do
+        not."""
         store, key = default_store(), f"{self._prefix} rank "
         store.set(f"{key}{self._rank}", batch.what)
         if absent := missing(store, key, self._ranks, batch.posted + self._limit):
@@ -154,7 +151,7 @@ class Queue:
         while (batch := self._batches.get()) is not None:
             try:
                 if self._broken is not None:
-                    raise EmulatedError(f"{batch}: behind what failed: {self._broken}")
+                    raise EmulatedError(f"{batch}: after what failed: {self._broken}")
                 if self._delay:
                     time.sleep(self._random.uniform(0.0, self._delay))
                 self._carry_out(batch)
@@ -167,13 +164,13 @@ class Queue:
         deadline = batch.posted + self._limit
         talks = [self._begin(batch, part) for part in batch.parts]
         for part, talk in zip(batch.parts, talks, strict=True):
-            self._await(batch, part, [talk.header], deadline)
+            self._await(batch, part, talk.header, deadline)
             self._agree(batch, part, talk)
         bodies = [(part, self._move(part, talk)) for part, talk in zip(batch.parts, talks, strict=True)]
         for part, body in bodies:
-            self._await(batch, part, [body], deadline)
+            self._await(batch, part, body, deadline)
         for part, talk in zip(batch.parts, talks, strict=True):
-            self._await(batch, part, [talk.said], deadline)
+            self._await(batch, part, talk.said, deadline)
 
     def _begin(self, batch: Batch, part: HalfMessage) -> _Talk:
         """Say what this rank means, and expect the same of the peer."""
@@ -209,17 +206,16 @@ class Queue:
             return self._group.send([part.data], talk.peer, talk.tag)
         return self._group.recv([part.data], talk.peer, talk.tag)
 
-    def _await(self, batch: Batch, part: HalfMessage, works: list[dist.Work], deadline: float) -> None:
-        for work in works:
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:  # too late, or the peer has given up before
-                raise EmulatedError(
-                    f"{batch}: rank {self._rank} has waited up to the limit of {self._limit:g} s since it was posted, "
-                    f"and rank {part.peer} has not come to it: {self._stands(batch, part.peer)}; NCCL would hang, and "
-                    "then end the process"
-                ) from error
+    def _await(self, batch: Batch, part: HalfMessage, work: dist.Work, deadline: float) -> None:
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            work.wait(timedelta(seconds=left))
+        except RuntimeError as error:  # too late, or the peer has given up before
+            raise EmulatedError(
+                f"{batch}: rank {self._rank} has waited up to the limit of {self._limit:g} s since it was posted, and "
+                f"rank {part.peer} has not come to it: {self._stands(batch, part.peer)}; NCCL would hang, and then end "
+                "the process"
+            ) from error
 
     def _stands(self, batch: Batch, peer: int) -> str:
         """What a peer waits for itself, as it says when it gives up too."""

@@ -1,7 +1,7 @@
 """InFlight: a dispatch mode that sees every operation, and knows which bytes are in flight.
 
 The rules of buffers: until somebody has waited, what is being received may not be touched, and what is being sent may
-only be read. Behind a wait the first operation that touches a buffer makes the host wait for it, as a stream would.
+only be read. After a wait the first operation that touches a buffer makes the host wait for it, as a stream would.
 Views are not touches.
 """
 
@@ -134,21 +134,18 @@ class InFlight(TorchDispatchMode):
 
 
 def compare_collectives(rank: int, seen: Mapping[int, Collectives]) -> None:
-    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order.
-
-    Args:
-        seen: by all ranks.
-    """
+    """Raise EmulatedError if ranks of one group had different collectives in a step than `rank`, or in another order;
+    `seen` are those of all ranks."""
     for name, mine in seen[rank].items():
-        for other, theirs in ((other, each[name]) for other, each in seen.items() if name in each):
+        for other, theirs in ((other, groups[name]) for other, groups in seen.items() if name in groups):
             if mine == theirs:
                 continue
             n = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
             if n is None:
-                told = f"{len(mine)} collectives in the step, and rank {other} {len(theirs)}"
+                difference = f"{len(mine)} collectives in the step, and rank {other} {len(theirs)}"
             else:
-                told = f"{mine[n]} as collective {n} of the step, and rank {other} {theirs[n]}"
-            raise EmulatedError(f"process group {name}: rank {rank} had {told}")
+                difference = f"{mine[n]} as collective {n} of the step, and rank {other} {theirs[n]}"
+            raise EmulatedError(f"process group {name}: rank {rank} had {difference}")
 
 
 def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
@@ -156,7 +153,7 @@ def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
 
     On a device each communicator has a queue, and NCCL promises nothing of what is at the head of two queues ("Using
     multiple NCCL communicators concurrently" in its manual): kernels of one rank may hold the device until those of
-    another rank begin, which wait there behind others. So launches must also succeed one after another.
+    another rank begin, which wait there after others. So launches must also succeed one after another.
 
     Args:
         launched: per rank, its batches in the order of launching. Messages of one communicator between two ranks match
@@ -179,7 +176,7 @@ def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
                 else:
                     begun[message] = rank
                     left[rank].add(message)
-    waiting = {rank: min(each) for rank, each in left.items() if each}
+    waiting = {rank: min(messages) for rank, messages in left.items() if messages}
     if not waiting:
         return ""
     return ", ".join(

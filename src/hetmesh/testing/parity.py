@@ -234,11 +234,7 @@ def check(
 
 
 def run_as(
-    rank: int,
-    recipe: Recipe,
-    steps: int,
-    fault: Callable[[Job], None] | None = None,
-    policy: Policy | None = None,
+    rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None, policy: Policy | None = None
 ) -> Outcome:
     """`run` in worker `rank` of a `WorkerPool`."""
     return run(recipe, World.current(), steps, fault=fault, policy=policy)
@@ -254,7 +250,7 @@ def descend(
     """Take SGD steps (Adam would hide scale errors) and keep the first gradients, as full tensors.
 
     Args:
-        finish: called behind the last step, before parameters are read.
+        finish: called after the last step, before parameters are read.
     """
     losses: list[float] = []
     first: dict[str, Tensor | None] = {}

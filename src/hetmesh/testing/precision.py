@@ -22,7 +22,7 @@ def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None
     that size). Attention must be `sdpa`, as adapters choose it: the eager one also casts. Rotary frequencies are
     recomputed in fp64 where they are the default ones; scaled ones keep their fp32 values, which are constants.
 
-    Submodules are told by what they hold: a norm has `weight` and `variance_epsilon`, a rotary embedding `inv_freq`
+    Submodules are known by what they hold: a norm has `weight` and `variance_epsilon`, a rotary embedding `inv_freq`
     and `attention_scaling`, a router `weight` and `norm_topk_prob`. Rotary positions of a vision tower's attention are
     applied by a function of its file, which is replaced too. Sharded modules work alike. The other submodules are not
     touched.

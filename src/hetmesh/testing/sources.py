@@ -30,8 +30,8 @@ class RandomMedia:
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
-        apart: every item has a text token behind it, as chat templates have it.
-        around: kind -> tokens right before and behind each of its items.
+        apart: every item has a text token after it, as chat templates have it.
+        around: kind -> tokens right before and after each of its items.
         length: samples in the source.
         held_out: samples of its validation split, which are others; 0: it has none.
         split: "train" or "validation".
@@ -97,19 +97,15 @@ class RandomMedia:
         sequence += [None] * rng.randint(0, self.max_text - 2)
         rng.shuffle(sequence)
         if self.apart:
-            sequence = [each for name in sequence for each in ([name, None] if name else [None])]
+            sequence = [token for name in sequence for token in ([name, None] if name else [None])]
         if self.around:
-            sequence = [each for name in sequence for each in self._with_around(name)]
+            sequence = [token for name in sequence for token in self._with_around(name)]
         sequence += [None, None]
-        tokens = [
-            self.placeholders[each]
-            if isinstance(each, str)
-            else each or rng.randint(len(self.placeholders) + 1, self.words - 1)
-            for each in sequence
-        ]
+        ids = [self.placeholders[token] if isinstance(token, str) else token for token in sequence]
+        tokens = [token or rng.randint(len(self.placeholders) + 1, self.words - 1) for token in ids]
         extents = {name: [self._extent(name, rng) for _ in range(counts[name])] for name in self.kinds}
         extents |= {name: extents[other] for name, other in self.same.items()}
-        left = {name: iter(each) for name, each in extents.items()}
+        left = {name: iter(of_kind) for name, of_kind in extents.items()}
         placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
         drawn = [(at, name, next(left[name])) for at, name in placed]
         media = tuple(MediaItem(name, shape, at, size=size) for at, name, (shape, size) in drawn)
@@ -124,8 +120,8 @@ class RandomMedia:
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
 
     def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
-        before, behind = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
-        return (name,) if before is None else (before, name, behind)
+        before, after = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
+        return (name,) if before is None else (before, name, after)
 
     def _extent(self, name: str, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if name in self.choices:

@@ -20,8 +20,7 @@ from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.graph import Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
-from hetmesh.models.key_value_cache import Cache, keeps_keys, next_logits
-from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.causal_lm import Cache, CausalLMAdapter, keeps_keys, next_logits
 from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
 from hetmesh.recipe.recipe import Recipe

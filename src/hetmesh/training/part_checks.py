@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hetmesh.errors import GraphError
-from hetmesh.models.batch_statistics import batch_dependent_layers, embedding_options
+from hetmesh.models.module_shape import batch_dependence
 from hetmesh.parallel import SharedSums
 
 Parameters = tuple[tuple[str, str], ...]
@@ -49,15 +49,8 @@ def check_equal_parameters(ranks: Sequence[Mapping[str, Parameters]]) -> None:
 
 def check_own_layers(name: str, module: nn.Module) -> None:
     """Raise GraphError if layers of a part depend on what a lane and microbatch happen to hold, while they train."""
-    if found := [fqn for fqn in batch_dependent_layers(module) if module.get_submodule(fqn).training]:
-        kinds = sorted({type(module.get_submodule(fqn)).__name__ for fqn in found})
-        raise GraphError(
-            f"part {name!r}: its layers {found[:4]}{' and more' if len(found) > 4 else ''} are "
-            f"{', '.join(kinds)}, whose result depends on the samples that are computed together and would "
-            "change with lanes and microbatches; use LayerNorm, GroupNorm or RMSNorm, or put these layers into eval()"
-        )
-    if told := embedding_options(module):
-        raise GraphError(f"part {name!r}: its embedding {'; '.join(told[:4])}. Leave the option out")
+    if reason := batch_dependence(module, "or put these layers into eval()", training_only=True):
+        raise GraphError(f"part {name!r}: {reason}")
 
 
 def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[str, Tensor]:

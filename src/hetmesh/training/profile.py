@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hetmesh._processes import one_torch_thread
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, fit, layer_kind
 from hetmesh.data.drawn import DrawnSample
@@ -88,7 +89,7 @@ def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: s
     choose_attention(torch.device(device))  # what is measured is what trains
     graph, loader = resolved.graph, resolved.loader()
     shapes = sample_shapes(loader, resolved.recipe.batch.microbatch_size)
-    with _one_thread(), ExitStack() as groups:
+    with one_torch_thread(), ExitStack() as groups:
         degrees = {name: graph[name].mesh.axis_size("tp") for name in graph.order}
         sharded = max(degrees.values()) > 1 and not dist.is_initialized()
         if sharded:
@@ -260,14 +261,3 @@ def _measure(call: _Call) -> dict[str, float]:
             torch.autograd.grad(output, wanted, gradient, retain_graph=part != "backward", allow_unused=True)
         spent[part] = _clock(call.device) - started if wanted else 0.0
     return spent
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """As each rank of a run on one machine has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
+from hetmesh.data.source import Sample
+from hetmesh.data.synthetic import MemorySource
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph
+from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.models.split.whole_forward import load_whole, whole_logits
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
@@ -33,7 +35,6 @@ from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.one_process import OneProcess, on_one_rank
-from hetmesh.verify.self_check_samples import self_check_source
 
 NOT_COMPARED = (
     "on short random samples (text alone, one item, several) in fp32 and one process; not compared: prompts, what a "
@@ -44,7 +45,7 @@ NOT_COMPARED = (
 TOLERANCE = 1e-5
 """Largest relative difference of a row where rounding does not grow: 48 random layers were measured at 3e-6."""
 
-LARGEST = 1e-3
+MAX_TOLERANCE = 1e-3
 """No bound is larger: where rounding alone may change more, the comparison would say nothing."""
 
 PERTURBATION = 2.0**-22
@@ -134,7 +135,7 @@ def _compare_rows_of_items(
 ) -> list[tuple[int, ...]]:
     """The shapes of a small and a larger item, or of those that the modules take."""
     taken = []
-    for shape in (encoder.call.blank, encoder.call.larger):
+    for shape in encoder.call.examples():
         try:
             ours, theirs = rows(shape), encoder.item_rows(shape)
         except SampleError:
@@ -274,13 +275,80 @@ def check_close(actual: Tensor, expected: Tensor, what: str, noise: float = 0.0)
     if actual.shape != expected.shape:
         raise SelfCheckError(f"{what} have shape {tuple(actual.shape)}, transformers' {tuple(expected.shape)}")
     error, bound = relative(actual, expected), max(TOLERANCE, NOISE_FACTOR * noise)
-    if error <= min(bound, LARGEST):
+    if error <= min(bound, MAX_TOLERANCE):
         return
     largest = float((actual - expected).abs().max())
     message = f"{what} differ from transformers' by up to {largest:.1e}, {error:.1e} of a row's size; at most "
     if error <= bound:
         raise SelfCheckError(
-            f"{message}{LARGEST:g} is accepted, although with these weights rounding of the tokens alone changes "
+            f"{message}{MAX_TOLERANCE:g} is accepted, although with these weights rounding of the tokens alone changes "
             f"{noise:.1e}: compare it with weights that are not random"
         )
-    raise SelfCheckError(f"{message}{min(bound, LARGEST):.0e} would be rounding")
+    raise SelfCheckError(f"{message}{min(bound, MAX_TOLERANCE):.0e} would be rounding")
+
+
+KINDS = ("text alone", "one item", "several items", "several items of all kinds")
+TEXT_TOKENS = 7
+"""Text tokens before, between and after items."""
+
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
+"""By placeholder the extents (`MediaItem.extent`) of a small and a larger item."""
+
+
+def self_check_source(
+    config: Any,
+    shapes: Shapes,
+    placeholders: Mapping[str, int],
+    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
+    around: Mapping[str, tuple[int, int]],
+) -> MemorySource:
+    """One random sample of each of `KINDS`, the last text of which is the target.
+
+    Args:
+        config: the whole model's; tokens that mean something to it are left out of the text.
+        placeholders: token id by placeholder.
+        size_dims: by placeholder how many numbers of an extent are the size.
+        around: by placeholder the token before and after an item, where the model has some.
+    """
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = config.get_text_config().vocab_size
+    special = _special(config) | {*placeholders.values(), 0}
+    text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
+
+    def sample(name: str, items: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[SampleMeta, Sample]:
+        def words() -> list[int]:
+            return text[torch.randint(len(text), (TEXT_TOKENS,), generator=draw)].tolist()
+
+        tokens, media = words(), []
+        payload: dict[str, list[Tensor]] = {}
+        for kind, extent in items:
+            before, after = ([token] for token in around[kind]) if kind in around else ([], [])
+            tokens += before
+            end = len(extent) - size_dims[kind](extent)
+            media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
+            payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
+            tokens += [placeholders[kind], *after, *words()]
+        start = len(tokens)
+        tokens += words()  # the answer
+        meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
+        return meta, Sample(name, torch.tensor(tokens), payload)
+
+    first, (small, *larger) = next(iter(shapes.items()))
+    items: list[list[tuple[str, tuple[int, ...]]]] = [
+        [],
+        [(first, small)],
+        [(first, shape) for shape in (small, *larger, small)],
+        [(kind, shape) for kind in reversed(list(shapes)) for shape in shapes[kind]],
+    ]
+    pad = next(i for i in range(vocabulary) if i not in placeholders.values())
+    return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=True)], vocabulary, placeholders, pad)
+
+
+def _special(config: Any) -> set[int]:
+    """Ids of tokens that the config names."""
+    found: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for key, value in part.to_dict().items():
+            if key.endswith(("_token_id", "_token_index")):
+                found |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
+    return found

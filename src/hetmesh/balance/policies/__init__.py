@@ -1,4 +1,4 @@
-"""The balancers. To add one: a file here with a function of loads and slots, and its line in POLICIES."""
+"""The balancers. To add one: a function of loads and slots in a file here, and its line in POLICIES."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import MappingProxyType
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.policies.auto import auto
 from hetmesh.balance.policies.baselines import buckets, by_length, lpt, none
-from hetmesh.balance.policies.disttrain import disttrain
-from hetmesh.balance.policies.entrain import entrain
+from hetmesh.balance.policies.published import disttrain, entrain
 from hetmesh.balance.policies.two_dim import two_dim
 
 Policy = Callable[[BatchLoads, Slots], Assignment]

@@ -12,10 +12,10 @@ import numpy as np
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.imbalance import spread
 from hetmesh.balance.policies.baselines import buckets, by_length, none
-from hetmesh.balance.policies.entrain import entrain
+from hetmesh.balance.policies.published import entrain
 from hetmesh.balance.policies.two_dim import arranged, balanced
 from hetmesh.balance.step_lengths import Score, pipeline_score
-from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, with_empty_windows, with_windows
+from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, with_windows
 from hetmesh.errors import GraphError
 
 EVEN_RATIO = 1.03  # where no microbatch is above the mean by more, nothing else is tried: it could hardly gain more
@@ -98,7 +98,7 @@ def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment
     1% on any law of `tools/bench.py balance`."""
     if not slots.free:
         for *_, fewer in _in_windows(loads, slots, fewer_windows(loads, slots)):
-            found = with_empty_windows(fewer, slots)
+            found = replace(fewer, microbatches=slots.microbatches)  # with empty ones at its end
             if no_larger(found, first, loads):
                 yield partial(replace, found)
     if slots.deferral:

@@ -17,8 +17,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
-from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf, positive_int, transformers_config
 from hetmesh.models.named.encoder import check_encoder
 from hetmesh.models.split.patch_order import QWEN2_VL
 from hetmesh.models.weights.pretrained import Names, prefixes

@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.config_keys import positive_int, transformers_config
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf, positive_int, transformers_config
 from hetmesh.models.named.encoder import EncoderAdapter, check_encoder, check_sizes
 from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.stage_views import is_absent

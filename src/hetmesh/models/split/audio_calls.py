@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import SampleError
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.item_calls import ItemCall, required_arguments
 from hetmesh.models.split.whole_model import features_of
 
@@ -26,13 +26,8 @@ class Frames(ItemCall):
 
     mel: int
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return (self.mel, FEW)
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        return (self.mel, 4 * FEW + 1)
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.mel, FEW), (self.mel, 4 * FEW + 1)
 
     def units(self, shape: tuple[int, ...]) -> int:
         """One for two of the frames that a convolution of stride 2 leaves."""
@@ -60,13 +55,8 @@ class PaddedFrames(Frames):
 
     frames: int
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return (self.mel, self.frames, min(FEW, self.frames))
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        return (self.mel, self.frames, self.frames)
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.mel, self.frames, min(FEW, self.frames)), (self.mel, self.frames, self.frames)
 
     def check(self, shape: tuple[int, ...]) -> None:
         if len(shape) != 3 or shape[:2] != (self.mel, self.frames) or not 3 <= shape[2] <= self.frames:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,20 +13,20 @@ from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
+from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.named.deepstack import FEATURE
+from hetmesh.models.named.qwen3_vl_text import FEATURE
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
-from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
-from hetmesh.models.split.whole_model import TOWERS, WholeModel, features_of, whole_model
+from hetmesh.models.split.part_plans import repeated_blocks, tower_blocks, tower_plan
+from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfEncoderAdapter(AdapterDefaults):
+class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
@@ -92,15 +93,7 @@ class HfEncoderAdapter(AdapterDefaults):
         return self._probe(self.call.blank)[""].shape[-1]
 
     @property
-    def checkpoint_names(self) -> tuple[Names, ...]:
-        return (tuple(self.whole.checkpoint_names.items()),)
-
-    @property
-    def checkpoint_unused(self) -> tuple[str, ...]:
-        return self.whole.owned_by_others(self.part, self._owners)
-
-    @property
-    def _owners(self) -> Mapping[str, str]:
+    def owners(self) -> Mapping[str, str]:
         return self.whole.owners if self.projects else self.whole.owners_apart
 
     @property
@@ -116,7 +109,7 @@ class HfEncoderAdapter(AdapterDefaults):
         )
 
     def build(self) -> nn.Module:
-        module = self.whole.part(self.whole.build(), self.part, self._owners)
+        module = super().build()
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
             setattr(module.get_submodule(parent), child, nn.Identity())
@@ -231,9 +224,7 @@ class HfEncoderAdapter(AdapterDefaults):
     @cached_property
     def _rows_of_part(self) -> int:
         """Rows of each of the equal parts of an item, where a small and a larger one have as many; else 0."""
-        small, larger = (
-            divmod(len(self._probe(s)[""]), self.call.units(s)) for s in (self.call.blank, self.call.larger)
-        )
+        small, larger = (divmod(len(self._probe(s)[""]), self.call.units(s)) for s in self.call.examples())
         return small[0] if small == larger and small[1] == 0 else 0
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
@@ -290,3 +281,46 @@ def _layers(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Itera
             yield fqn
         else:
             yield from _layers(child, blocks, f"{fqn}.")
+
+
+def load_whole(whole: WholeModel) -> Any:
+    """The whole model with its weights in fp32, as transformers itself loads them."""
+    return whole.model_class.from_pretrained(
+        whole.pretrained.path,
+        dtype=torch.float32,
+        local_files_only=True,
+        attn_implementation=whole.config._attn_implementation,
+    )
+
+
+def whole_logits(
+    whole: WholeModel, model: Any, encoders: Mapping[str, HfEncoderAdapter], sample: SampleLike, meta: SampleMeta
+) -> Tensor:
+    """The logits `[targets, vocab]` of the targets of one expanded sample, by `model.forward` alone: no position, mask,
+    row or head of hetmesh's. `encoders`: by placeholder what hands its items over."""
+    parameters = inspect.signature(model.forward).parameters
+    dtype = next(p.dtype for p in model.parameters())
+    arguments: dict[str, Any] = {}
+    for kind, encoder in encoders.items():
+        items = sample.media.get(kind, ())
+        if not items:
+            continue
+        sizes = [item.size for item in meta.media if item.name == kind]
+        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
+        given = encoder.call.arguments(batch)
+        if "kept" in batch:  # called with items in another order, or one more
+            out = features_of(model, kind)(**given, return_dict=True)
+            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
+            given = {"mm_encoder_outputs": {kind: out}}
+        arguments |= given
+    by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
+    if by_type and not whole.around:
+        arguments["mm_token_type_ids"] = media_tokens(meta)
+    if whole.family.mask == "bidirectional_runs":
+        arguments["token_type_ids"] = media_tokens(meta)
+    elif whole.family.mask == "prefix":
+        first = min((start for start, _ in meta.targets), default=meta.tokens)
+        arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
+    ids = sample.tokens[None]
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
+    return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])

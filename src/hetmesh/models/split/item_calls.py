@@ -18,26 +18,23 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
 from hetmesh.models.split.whole_model import features_of
 
 
 class ItemCall:
     """One way. `shape` is always the extent of an item: the shape of its tensor, then its size if it has one
-    (`hetmesh.graph.MediaItem`).
+    (`hetmesh.graph.MediaItem`)."""
 
-    Attributes:
-        blank, larger: shapes of the smallest item and of a larger one.
-    """
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the smallest item and of a larger one."""
+        raise NotImplementedError
 
     @property
     def blank(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The shape of the smallest item."""
+        return self.examples()[0]
 
     def units(self, shape: tuple[int, ...]) -> int:
         """How many equal parts an item is made of, each of as many rows."""
@@ -71,13 +68,8 @@ class Pixels(ItemCall):
 
     size: tuple[int, int, int]
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return self.size
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        return (2, *self.size)
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.size, (2, *self.size)
 
     def units(self, shape: tuple[int, ...]) -> int:
         return shape[0] if len(shape) == 4 else 1
@@ -114,13 +106,8 @@ class Sized(ItemCall):
     channels: int
     step: int
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return (self.channels, self.step, 2 * self.step)
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        return (self.channels, 2 * self.step, 3 * self.step)
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.channels, self.step, 2 * self.step), (self.channels, 2 * self.step, 3 * self.step)
 
     def units(self, shape: tuple[int, ...]) -> int:
         return (shape[1] // self.step) * (shape[2] // self.step)
@@ -153,13 +140,9 @@ class Patches(ItemCall):
     order: PatchOrder = QWEN2_VL
     names_merge: bool = False
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return (self.channels, self.patch * self.merge, self.patch * self.merge)
-
-    @property
-    def larger(self) -> tuple[int, ...]:
-        return (self.channels, 2 * self.patch * self.merge, 3 * self.patch * self.merge)
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        step = self.patch * self.merge
+        return (self.channels, step, step), (self.channels, 2 * step, 3 * step)
 
     def units(self, shape: tuple[int, ...]) -> int:
         _, height, width = self.grid(shape)
@@ -202,14 +185,9 @@ class AnyResolutionTiles(ItemCall):
     resolutions: tuple[tuple[int, int], ...]
     most: int
 
-    @property
-    def blank(self) -> tuple[int, ...]:
-        return self.size
-
-    @property
-    def larger(self) -> tuple[int, ...]:
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         height, width = min((size for size in self.resolutions if self._tiles(*size) > 1), default=self.size[1:])
-        return self.extent(height, max(1, 2 * width // 3))
+        return self.size, self.extent(height, max(1, 2 * width // 3))
 
     def size_dims(self, shape: tuple[int, ...]) -> int:
         return 2 if len(shape) == 6 else 0

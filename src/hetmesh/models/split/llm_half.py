@@ -18,26 +18,26 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
-from hetmesh.models.named.fused_experts import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
+from hetmesh.models.named.qwen3_vl_text import deepstack_arguments, layer_index
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.part_plans import TextPlan, repeated_blocks, text_plan
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
-from hetmesh.models.split.text_plan import TextPlan, text_plan
-from hetmesh.models.split.tower_plan import repeated_blocks
-from hetmesh.models.split.whole_model import LLM, WholeModel, whole_model
+from hetmesh.models.split.whole_model import LLM, PartAdapter, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.pretrained import Names, Pretrained
+from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
-from hetmesh.parallel.experts.layers import ExpertLayers
+from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 
 @dataclass(frozen=True, eq=False)
-class HfLlmAdapter(CausalLMAdapter):
+class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override]
     """The whole model without its towers and what follows them. hetmesh puts rows into the places of placeholders and
     gives positions; decoder and head are the model's own, the head through the forward of the whole."""
 
     whole: WholeModel = None  # type: ignore[assignment]
+    part: str = LLM
     balance: float = 0.0
     packed: bool = False
 
@@ -61,14 +61,6 @@ class HfLlmAdapter(CausalLMAdapter):
             has_plain_positions(whole)
         balance = balance_of(request, config) if shares else 0.0
         return cls(config, whole.model_class, request.sources, whole=whole, balance=balance, packed=request.packed)
-
-    @property
-    def checkpoint_names(self) -> tuple[Names, ...]:  # type: ignore[override]
-        return (tuple(self.whole.checkpoint_names.items()),)
-
-    @property
-    def checkpoint_unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.whole.owned_by_others(LLM)
 
     @property
     def abilities(self) -> Abilities:
@@ -156,7 +148,7 @@ class HfLlmAdapter(CausalLMAdapter):
         return getattr(self.config, "sliding_window", None) is not None  # of all layers: Mistral, Phi-3
 
     def build(self) -> nn.Module:
-        model = self.whole.part(self.whole.build(), LLM)
+        model = super().build()
         if self.whole.family.experts:
             two_halves(model)
             model.config.get_text_config().output_router_logits = False  # their loss is hetmesh's own

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf
 
 SIDES = (448, 672)
 """Height and width of the image that is cut: whole cells of patches of 14 and of 16 pixels, two to a side of a cell."""

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest
+from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.split.whole_model import PROJECTOR, WholeModel, whole_model
+from hetmesh.models.split.whole_model import PROJECTOR, PartAdapter, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.fill_module import materialize
-from hetmesh.models.weights.pretrained import Names
 
 
 @dataclass(frozen=True, eq=False)
-class HfProjectorAdapter(AdapterDefaults):
+class HfProjectorAdapter(PartAdapter):
     """What a model has between its tower and its LLM; rows in, as many rows out."""
 
     whole: WholeModel
     in_features: int
     out_features: int
+    part: str = PROJECTOR
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfProjectorAdapter | None:
@@ -70,15 +70,8 @@ class HfProjectorAdapter(AdapterDefaults):
         return module.get_submodule(self.whole.projector)(rows)
 
     @property
-    def checkpoint_names(self) -> tuple[Names, ...]:
-        return (tuple(self.whole.checkpoint_names.items()),)
-
-    @property
-    def checkpoint_unused(self) -> tuple[str, ...]:
-        return self.whole.owned_by_others(PROJECTOR, self.whole.owners_apart)
-
-    def build(self) -> nn.Module:
-        return self.whole.part(self.whole.build(), PROJECTOR, self.whole.owners_apart)
+    def owners(self) -> Mapping[str, str]:
+        return self.whole.owners_apart
 
     def layers(self) -> tuple[str, ...]:
         return (self.whole.projector,)

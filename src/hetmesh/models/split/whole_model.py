@@ -20,10 +20,11 @@ from torch import nn
 
 from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.adapter import AdapterDefaults
+from hetmesh.models.config_keys import hf
 from hetmesh.models.weights.load import saved_tensors
 from hetmesh.models.weights.model_forms import ModelForms, model_forms
-from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.pretrained import Names, Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.tensor_parallel import within
 from hetmesh.recipe.hf_families import MEDIA, Family, class_of, family_of
@@ -178,27 +179,25 @@ class WholeModel:
         """`owners` where the projector is a separate module."""
         return {name: PROJECTOR if within(name, self.projector) else part for name, part in self.owners.items()}
 
-    def part(self, model: Any, part: str, owners: Mapping[str, str] | None = None, prefix: str = "") -> Any:
-        """`model`, as `build` makes it, without what other parts own; in place. `owners`: `owners_apart`, or by default
-        `owners`. `prefix`: of the names of a submodule."""
-        owners = owners or self.owners
-        held = [name for name in owners if name.startswith(prefix)]
+    def keep_part(self, model: Any, part: str, owners: Mapping[str, str], prefix: str = "") -> Any:
+        """`model`, as `build` makes it, without what other parts own; in place. `prefix`: of the names of a
+        submodule."""
+        names = [name for name in owners if name.startswith(prefix)]
         for name, child in list(model.named_children()):
-            inside = {owners[fqn] for fqn in held if fqn.startswith(f"{prefix}{name}.")}
+            inside = {owners[fqn] for fqn in names if fqn.startswith(f"{prefix}{name}.")}
             if inside and part not in inside:
                 del model._modules[name]
             elif len(inside) > 1:
-                self.part(child, part, owners, f"{prefix}{name}.")
+                self.keep_part(child, part, owners, f"{prefix}{name}.")
         for name in (*model._parameters, *model._buffers):
             if owners.get(f"{prefix}{name}", part) != part:
                 model._parameters.pop(name, None)
                 model._buffers.pop(name, None)
         return model
 
-    def owned_by_others(self, part: str, owners: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    def owned_by_others(self, part: str, owners: Mapping[str, str]) -> tuple[str, ...]:
         """Patterns of the names of the tensors that `part` does not own."""
-        found = owners or self.owners
-        return ("|".join(re.escape(name) for name, owner in found.items() if owner != part), *self._parts_beside)
+        return ("|".join(re.escape(name) for name, owner in owners.items() if owner != part), *self._parts_beside)
 
     @property
     def checkpoint_names(self) -> Mapping[str, str]:
@@ -226,6 +225,32 @@ class WholeModel:
             kind = self.model_class.__name__
             raise RecipeError(f"{self.pretrained}: {len(unknown)} tensors are none of {kind}: {listed(unknown)}")
         return found
+
+
+class PartAdapter(AdapterDefaults):
+    """What the adapters of the parts of a whole model share: which weights `part` owns.
+
+    Attributes:
+        owners: of the parameters, by name; `WholeModel.owners`, or `owners_apart`.
+    """
+
+    whole: WholeModel
+    part: str
+
+    @property
+    def owners(self) -> Mapping[str, str]:
+        return self.whole.owners
+
+    @property
+    def checkpoint_names(self) -> tuple[Names, ...]:
+        return (tuple(self.whole.checkpoint_names.items()),)
+
+    @property
+    def checkpoint_unused(self) -> tuple[str, ...]:
+        return self.whole.owned_by_others(self.part, self.owners)
+
+    def build(self) -> Any:
+        return self.whole.keep_part(self.whole.build(), self.part, self.owners)
 
 
 def features_of(model: Any, media: str) -> Any:

@@ -7,7 +7,6 @@ itself is then the same; a norm, a softmax or a split over all of them is anothe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hetmesh._processes import one_torch_thread
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, Adapter
 from hetmesh.models.user.adapters import UserAdapter, UserSink
@@ -55,7 +55,7 @@ def reason_not_compared(
         return "no input for it is known"
     call, _ = sample_calls(adapter, vocab_size)
     try:
-        with _one_thread():
+        with one_torch_thread():
             _compare(_Copies(adapter, plan), call, degree, where)
     except NotProbed as reason:
         return str(reason)
@@ -265,14 +265,3 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
             step = (length - last) // rows
             values[name] = pools[length].as_strided((rows, last), (step, 1)).unflatten(0, parameter.shape[:-1])
     return values
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Libraries start no threads: the process may yet fork workers."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -8,7 +8,7 @@ piece, joined, in outputs and gradients.
 | shares of the tokens | `check_token_shares` | `token_sharded` |
 | tensor-parallel ranks | `plan_probe.py` | `tensor_parallel_plan` |
 
-Layers that are known to mix samples are refused by their class (`models/batch_statistics.py`); this finds the others.
+Layers that are known to mix samples are refused by their class (`models/module_shape.py`); this finds the others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hetmesh.context import causal, join
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.packing import pack_tokens
+from hetmesh.models.collate import pack_tokens
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
 from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching

@@ -7,19 +7,19 @@ the result equals transformers' own block (`grouped_mm`, which it chooses by def
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hetmesh._torch_compat import not_compiled
+from hetmesh._torch_compat import grouped_mm, not_compiled
 from hetmesh.balance.place_experts import Placement
-from hetmesh.parallel.experts.layers import ExpertLayers
-from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
-from hetmesh.parallel.experts.products import grouped_linear
-from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens, balance_terms, choices_per_sample, inject
 from hetmesh.parallel.experts.token_exchange import (
     ExpertRanks,
     RoutedCounts,
@@ -32,6 +32,36 @@ from hetmesh.parallel.experts.token_exchange import (
 from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 from hetmesh.parallel.linear import local
 from hetmesh.parallel.random_state import current_microbatch
+
+INNER: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 2})
+"""The dim of each parameter of the experts that tensor parallelism splits."""
+
+WITHIN: Mapping[str, int] = MappingProxyType({"gate_up_proj": 2, "down_proj": 1})
+"""The dim that FSDP splits where there are more ranks than experts."""
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """The mixture-of-experts blocks of one module.
+
+    A block has a child `gate`, which gives `(logits [n, experts], weights [n, chosen], experts [n, chosen])` for tokens
+    `[n, features]`, and a child `experts` with the parameters `gate_up_proj` `[experts, 2, inner, features]` (gate
+    first) and `down_proj` `[experts, features, inner]`, and the activation `act_fn`.
+
+    Attributes:
+        blocks: their FQNs, in execution order; all of the module, whatever stage holds them.
+        count: experts of each block.
+        chosen: experts of each token.
+        inner: features between an expert's two products.
+        balance: the weight of the load-balancing loss; 0 has none.
+    """
+
+    blocks: tuple[str, ...]
+    count: int
+    chosen: int
+    inner: int
+    features: int
+    balance: float = 0.0
 
 
 class LocalExperts(nn.Module):
@@ -145,3 +175,66 @@ def make_expert_block(block: Any, **attributes: Any) -> None:
     block.experts.__class__ = LocalExperts
     for name, value in attributes.items():
         setattr(block, name, value)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each group of rows through the linear layer of its expert.
+
+    Args:
+        rows: `[sum(counts), inputs]`, expert by expert.
+        weight: `[experts, outputs, inputs]`, of the dtype of `rows`.
+        counts: rows of each expert; any may be 0. An expert without rows gets a zero gradient, not none.
+
+    Returns:
+        `[rows, outputs]`.
+    """
+    return _GroupedLinear.apply(rows, weight, tuple(counts))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One node of the graph for all experts, so that what is computed again by activation checkpointing keeps the same
+    tensors however the tokens are routed."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.counts = counts
+        return _products(rows, weight, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        to_rows = _products(gradient, weight.transpose(1, 2), ctx.counts) if ctx.needs_input_grad[0] else None
+        to_weight = _outer_products(gradient, rows, ctx.counts) if ctx.needs_input_grad[1] else None
+        return to_rows, to_weight, None
+
+
+def _products(rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:
+    if _on_device(rows, weight):
+        return grouped_mm(rows, weight.transpose(1, 2), offs=_ends(counts, rows.device))
+    groups = zip(rows.split(counts), weight.unbind(), strict=True)
+    return torch.cat([torch.mm(group, own.T) for group, own in groups])
+
+
+def _outer_products(gradient: Tensor, rows: Tensor, counts: tuple[int, ...]) -> Tensor:
+    if _on_device(gradient, rows):
+        product = grouped_mm(gradient.T, rows, offs=_ends(counts, rows.device))
+        empty = [i for i, count in enumerate(counts) if not count]
+        for i in empty:  # of which the kernel need not write anything
+            product[i].zero_()
+        return product
+    return torch.stack([torch.mm(g.T, x) for g, x in zip(gradient.split(counts), rows.split(counts), strict=True)])
+
+
+def _on_device(a: Tensor, b: Tensor) -> bool:
+    """Whether the device's own kernel takes these: CUDA from Ampere on, bf16, rows of whole 16 bytes."""
+    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or grouped_mm is None or not len(a):
+        return False
+    aligned = all(size % 8 == 0 for matrix in (a, b) for size in matrix.shape[1:])
+    return aligned and torch.cuda.get_device_capability(a.device) >= (8, 0)
+
+
+def _ends(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = torch.tensor(list(itertools.accumulate(counts)), dtype=torch.int32)
+    return ends.pin_memory().to(device, non_blocking=True)

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hetmesh.boundary import World
 from hetmesh.layout import MeshSpec
-from hetmesh.parallel.experts.block import ExpertBlock, make_expert_block
-from hetmesh.parallel.experts.layers import INNER, WITHIN, ExpertLayers
+from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertBlock, ExpertLayers, make_expert_block
 from hetmesh.parallel.experts.routed_tokens import RoutedTokens
 from hetmesh.parallel.experts.token_exchange import ExpertRanks
 from hetmesh.parallel.linear import enter, leave

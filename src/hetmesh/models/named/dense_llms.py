@@ -1,12 +1,11 @@
-"""Qwen3 LLM (transformers' Qwen3ForCausalLM)."""
+"""Dense LLMs of transformers: Qwen3, and Llama 2 and 3, Vicuna and other models of Llama's architecture."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.config_keys import positive_int
-from hetmesh.models.lazy_transformers import hf
+from hetmesh.models.config_keys import hf, positive_int
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 
 
@@ -38,3 +37,19 @@ def derived_sizes(request: AdapterRequest) -> dict[str, Any]:
     if len(sizes) == 2:
         derived["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     return derived
+
+
+class LlamaAdapter(CausalLMAdapter):
+    """Llama: grouped-query attention, gated MLP."""
+
+    @classmethod
+    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
+        """The adapter of a recipe's module.
+
+        `num_key_value_heads` is `num_attention_heads` and `intermediate_size` 3 x `hidden_size` unless given; the rest
+        are transformers' defaults.
+        """
+        derived: dict[str, Any] = {}
+        if "hidden_size" in request.config:
+            derived["intermediate_size"] = 3 * positive_int(request, "hidden_size", request.config["hidden_size"])
+        return cls.make_from(request, hf("LlamaConfig"), hf("LlamaForCausalLM"), derived)
