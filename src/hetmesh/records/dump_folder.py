@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -190,9 +189,9 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
 
 
 def _claim(recipe: Recipe) -> RunFolder:
+    asked, checkpoints = _asked(recipe.job.dump_folder), recipe.checkpoint.folder
     if (run := resumable(recipe)) is not None:
         return _resumed(recipe, run)
-    asked, checkpoints = _asked(recipe.job.dump_folder), recipe.checkpoint.folder
     for number in itertools.count(1):
         folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
         with writing(folder, _HINT):
@@ -280,7 +279,8 @@ def _resumed(recipe: Recipe, run: Resumable) -> RunFolder:
         claim.close()  # the run that had the lock until now went on meanwhile
         return _claim(recipe)
     kept, _ = _kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim, evaluated=any(_is_evaluation(record, step) for _, record in kept))
+    evaluated = any(record["step"] == step and "validation" in record for _, record in kept)
+    return RunFolder(folder, step, claim=claim, evaluated=evaluated)
 
 
 def _locked(folder: Path) -> Claim | None:
@@ -330,7 +330,8 @@ def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str,
     kept, later = _kept_lines(path, step)
     with writing(path):
         temporary = path.with_suffix(".part")
-        lines = (line for line, record in kept if not (evaluates and _is_evaluation(record, step)))
+        again = step if evaluates else None
+        lines = (line for line, record in kept if not (record["step"] == again and "validation" in record))
         temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(path)  # a kill right here loses nothing
     if not later:
@@ -357,8 +358,3 @@ def _kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]]
         else:
             later.append(record)
     return kept, later
-
-
-def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
-    """Whether a line is of an evaluation after `step`."""
-    return record["step"] == step and "validation" in record

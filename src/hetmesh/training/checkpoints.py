@@ -110,12 +110,12 @@ class RunCheckpoints:
             saved = RunState() if step is None else self.checkpointer.saved_run(step)
             changed = changes(saved.recipe, recipe)
             check_changes(changed, path)
+            if keys.initial_load_path and step is None:  # a resumed run has its own weights
+                load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
             now = references(recipe, dict.fromkeys([*own, *saved.references]), job.world)
         check_references(path, saved.references, now)
         self.references = {name: now[name] for name in own if step is None or name in saved.references}
         if step is None:
-            if keys.initial_load_path:
-                load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
             return Progress(0)
         state, differing = self.state(Progress(step)), described(changed)
         with keeping_options(self.optimizers):

@@ -22,13 +22,12 @@ from hetmesh.records.metrics import StepCost, StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.samples import held_out_source
-from hetmesh.runtime.device_peak import device_name
 from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
-from hetmesh.training.meter import Meter
+from hetmesh.training.meter import Meter, device_name
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
 from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
@@ -196,9 +195,10 @@ class Trainer:
                 samples_skipped=self.samples_skipped,
                 evaluated=self.validation.summary(),
             )
-            self.reporter.answers(*self.validation.shown())
-            next_ = next_steps(recipe, self.folder, self.step, self.validation.source)
-            self.reporter.print("\n".join([results(recipe, self.folder), *next_]))
+            shown, how = self.validation.shown()
+            left = [results(recipe, self.folder), *next_steps(recipe, self.folder, self.step, self.validation.source)]
+            self.reporter.answers(shown, how)
+            self.reporter.print("\n".join(left))
             if recipe.checkpoint.last_save_in_hf and self.export is not None:
                 self.reporter.print("\n".join(self.checkpoints.export(self.step, self.export)))
             self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
