@@ -196,9 +196,10 @@ class Trainer:
                 evaluated=self.validation.summary(),
             )
             shown, how = self.validation.shown()
-            left = [results(recipe, self.folder), *next_steps(recipe, self.folder, self.step, self.validation.source)]
+            commands = next_steps(recipe, self.folder, self.step, self.validation.source)
+            end_lines = [results(recipe, self.folder), *commands]
             self.reporter.answers(shown, how)
-            self.reporter.print("\n".join(left))
+            self.reporter.print("\n".join(end_lines))
             if recipe.checkpoint.last_save_in_hf and self.export is not None:
                 self.reporter.print("\n".join(self.checkpoints.export(self.step, self.export)))
             self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
