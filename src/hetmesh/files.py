@@ -57,6 +57,26 @@ def read_file(path: str | Path) -> bytes:
         return file.read()
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where there is no such file, or something else in it."""
+    try:
+        value = from_json(read_file(path))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_lines(path: str | Path) -> list[tuple[str, Any]]:
+    """The lines of a file, each with what it holds, or the ValueError where that is not JSON. Raises OSError."""
+    lines: list[tuple[str, Any]] = []
+    for line in read_file(path).decode("utf-8", errors="replace").splitlines():  # what a full disk leaves is no text
+        try:
+            lines.append((line, from_json(line)))
+        except ValueError as error:
+            lines.append((line, error))
+    return lines
+
+
 def read_text(path: str | Path) -> str:
     """A text of UTF-8 that a person names, who may give a pipe (`<(...)` of a shell).
 

@@ -24,6 +24,7 @@ from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.parallel.apply import Root
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records import checkpoint_folders, checksums
+from hetmesh.records.checkpoint_folders import newest_step
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.optimizers import make_optimizers
 from hetmesh.training.trainer import Trainer
@@ -387,12 +388,12 @@ def test_foreign_names_are_no_checkpoints(world, tmp_path):
     (tmp_path / "step-2").write_text("a file")
     for name in ("step-03", "step-4.partial", "step-5.old", "step-\u0663"):
         shutil.copytree(path, tmp_path / name)
-    assert checkpointer.latest() == 1
+    assert newest_step(checkpointer.folder) == 1
     shutil.copytree(path, tmp_path / "step-6")
     (tmp_path / "step-6" / "checksums.json").unlink()
     (tmp_path / "step-6" / ".metadata").unlink()  # only its tensors are left
     with pytest.raises(CheckpointError, match=r"step-6 has no checksums.json: .*; restore it from a copy, or remove"):
-        checkpointer.latest()
+        newest_step(checkpointer.folder)
 
 
 def test_a_checkpoint_that_cannot_be_looked_into_is_not_passed_over(world, tmp_path, monkeypatch):
@@ -408,10 +409,10 @@ def test_a_checkpoint_that_cannot_be_looked_into_is_not_passed_over(world, tmp_p
         return looked(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    with pytest.raises(CheckpointError, match="Permission denied"):
-        checkpointer.latest()
+    with pytest.raises(PermissionError, match="Permission denied"):
+        newest_step(checkpointer.folder)
     problem = FileNotFoundError(errno.ENOENT, "gone")
-    assert checkpointer.latest() == 2
+    assert newest_step(checkpointer.folder) == 2
 
 
 def test_a_step_that_is_saved_again_replaces_the_old_one(world, tmp_path):
@@ -425,7 +426,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(world, tmp_path):
 
 def test_the_newest_complete_ones_are_kept(world, tmp_path, monkeypatch):
     checkpointer = Checkpointer(world, tmp_path / "checkpoint", keep_latest=2)
-    assert checkpointer.latest() is None
+    assert newest_step(checkpointer.folder) == -1
     root, optimizers = make()
     for step in (9, 10, 11):
         checkpointer.save(step, root, optimizers, {})
@@ -433,7 +434,7 @@ def test_the_newest_complete_ones_are_kept(world, tmp_path, monkeypatch):
     for name in ("step-12.ab.partial", "step-x", "notes"):  # the first is what a kill in the middle of a save leaves
         (tmp_path / "checkpoint" / name).mkdir()
         (tmp_path / "checkpoint" / name / "__0_0.distcp").write_bytes(b"half")
-    assert checkpointer.latest() == 11
+    assert newest_step(checkpointer.folder) == 11
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # a kill while an old one is being deleted
     checkpointer.save(12, root, optimizers, {})
     monkeypatch.undo()

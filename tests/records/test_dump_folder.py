@@ -309,7 +309,7 @@ def test_a_full_disk_is_named(tmp_path):
         reporter.summary({"steps": 9})
     reporter = Reporter(full(tmp_path / "c", "events.jsonl"), 9, rank=0)
     with pytest.raises(OutputError, match=r"c/events\.jsonl cannot be written: no space left on device"):
-        reporter.saved(1)
+        reporter.saved(1, 0.0, 0.0, asynchronous=False)
     with pytest.raises(KeyError, match="what came first"):  # closing tries to write the rest
         close_after_an_error(reporter)
     assert reporter._file.closed

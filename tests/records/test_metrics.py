@@ -12,8 +12,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records.metrics import LINE_WIDTH, Measured, StepCost, StepMetrics, amount, duration, flat
 from hetmesh.records.reporter import Loggers, Reporter, require_wandb
+from hetmesh.resolve.recipe_step_model import measure_peak
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime.device_peak import measure_peak
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COST = StepCost({"vision": 3_000_000, "llm": 5_000_000_000}, {"vision": 0.01, "llm": 0.2}, 0.12, {"vision": 1.25})

@@ -18,9 +18,9 @@ from hetmesh.cli.check import checked
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checkpoint_folders
+from hetmesh.records.dump_folder import trim_metrics
 from hetmesh.records.events import is_writing
 from hetmesh.records.metrics import StepMetrics
-from hetmesh.records.metrics_file import trim_metrics
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve

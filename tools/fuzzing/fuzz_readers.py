@@ -49,7 +49,7 @@ JUDGES = (
     "src/hetmesh/records/checksums.py",
     "src/hetmesh/checkpoint/initial_load.py",
     "src/hetmesh/export/directory_files.py",
-    "src/hetmesh/records/metrics_file.py",
+    "src/hetmesh/records/dump_folder.py",
     "src/hetmesh/records/run_lines.py",
     "src/hetmesh/records/run_view.py",
     "src/hetmesh/files.py",

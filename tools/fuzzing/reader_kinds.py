@@ -155,7 +155,7 @@ def _claimed(folder: Path, rng: random.Random) -> None:
     """A folder in which a run is to begin, or to go on."""
     recipe = load_recipe(RECIPES / "digits_single.toml", [f"--job.dump_folder={folder}"])
     dump_folder.trim_metrics(folder / "metrics.jsonl", 2)
-    void(dump_folder._followers(folder), dump_folder._summary(folder), dump_folder._asked_for(folder))
+    void(dump_folder._followers(folder), dump_folder._asked_for(folder))
     if (claim := dump_folder._claim(recipe).claim) is not None:
         claim.close()
 

@@ -7,9 +7,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -20,7 +18,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import gathered, read_index, read_into
-from hetmesh.checkpoint.resume import RunState, read_run_state
+from hetmesh.checkpoint.resume import RunState, read_run
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
 from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
@@ -39,21 +37,6 @@ _VISIBLE_TIMEOUT_S = 60.0
 """Seconds until a rank sees a file of another machine: network file systems cache for a while that it is missing."""
 
 
-@dataclass(frozen=True)
-class CompleteSave:
-    """A checkpoint that is complete.
-
-    Attributes:
-        step: after which it holds the state.
-        held_s: seconds that this rank could not train for it.
-        time_s: seconds from the beginning of the save until this rank knew that it was complete.
-    """
-
-    step: int
-    held_s: float
-    time_s: float
-
-
 class Checkpointer:
     """Saves and loads the state of a run on every rank.
 
@@ -62,7 +45,7 @@ class Checkpointer:
     the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
     Methods are collective, and a CheckpointError or RecipeError is the same on every rank, except for `steps`,
-    `take_saved`, `remove_old` and `close`.
+    `remove_old` and `close`.
 
     Args:
         folder: of the step folders.
@@ -71,6 +54,10 @@ class Checkpointer:
         asynchronous: `save` copies the state into memory of the host and returns; a thread writes it. `check` after
             each step, and `wait` before the run ends.
         frozen_once: parameters that are not trained are in a file that all checkpoints of this run share.
+
+    Attributes:
+        on_saved: called when a checkpoint is complete, with its step, the seconds that this rank could not train for
+            it, and those from the beginning of the save until this rank knew that it was complete.
     """
 
     def __init__(
@@ -89,7 +76,8 @@ class Checkpointer:
         self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # that was waited for; it may still remove older ones
-        self._saving, self._complete = CompleteSave(0, 0.0, 0.0), deque[CompleteSave]()  # `time_s`: when it began
+        self._step, self._began, self._held_s = 0, 0.0, 0.0  # of the pending save
+        self.on_saved: Callable[[int, float, float], None] = lambda step, held_s, time_s: None
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -107,13 +95,6 @@ class Checkpointer:
             file.unlink(missing_ok=True)
         if problem:
             raise CheckpointError(f"{fails}: {problem}")
-
-    def latest(self) -> int | None:
-        """The newest complete step, as rank 0 sees it. Raises CheckpointError: the folder cannot be read, or a newer
-        checkpoint has lost its checksums."""
-        fails = f"checkpoints in {self.folder} cannot be read"
-        step = self._on_first(fails, lambda: folders.newest_step(self.folder))
-        return None if step < 0 else step
 
     def save(
         self, step: int, root: Root, optimizers: Optimizers, extra: Mapping[str, Any], elsewhere: Collection[str] = ()
@@ -163,7 +144,7 @@ class Checkpointer:
             return [*written, *linked, *self._frozen.write(partial, path, f"__{rank}_1.distcp", frozen, fingerprint)]
 
         self._pending = PendingSave(place, write, ready)
-        self._saving = CompleteSave(step, time.perf_counter() - began, began)
+        self._step, self._began, self._held_s = step, began, time.perf_counter() - began
         if not self.asynchronous:
             self.wait()
         return path
@@ -194,13 +175,8 @@ class Checkpointer:
             error = error or self._first_text(pending.wait_named() if self.world.rank == 0 else "")
             if error:
                 self._abandon(pending.place.partial if pending.give_up() else None, error)
-        self._last, saving, ended = pending, self._saving, time.perf_counter()
-        self._complete.append(CompleteSave(saving.step, saving.held_s + ended - began, ended - saving.time_s))
-
-    def take_saved(self) -> Iterator[CompleteSave]:
-        """The checkpoints that have become complete since the last call."""
-        while self._complete:
-            yield self._complete.popleft()
+        self._last, ended = pending, time.perf_counter()
+        self.on_saved(self._step, self._held_s + ended - began, ended - self._began)
 
     def close(self) -> None:
         """Wait for a save beside training without other ranks, which may be gone: after an error. A save that fails is
@@ -209,7 +185,7 @@ class Checkpointer:
         if pending is not None and (error := pending.leave(_EXIT_TIMEOUT_S)):
             print(error, file=sys.stderr, flush=True)
         elif pending is not None:
-            self._complete.append(replace(self._saving, time_s=time.perf_counter() - self._saving.time_s))
+            self.on_saved(self._step, self._held_s, time.perf_counter() - self._began)
         if self._last is not None:
             self._last.end(_EXIT_TIMEOUT_S)
 
@@ -217,8 +193,8 @@ class Checkpointer:
         """What the checkpoint of `step` says about its run. Raises CheckpointError: it cannot be read, or holds the
         state after another step."""
         path = self.folder / f"step-{step}"
-        with self.patience(), self._advising(step):
-            run = read_run_state(self.world, path)
+        with self._advising(step):
+            _, run = read_run(self.world, path)
         run.check_name(path)
         return run
 

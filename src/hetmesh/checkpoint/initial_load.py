@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.fit import MODEL, Needs, left_out, module_of, unused, verdict
-from hetmesh.checkpoint.reading import first_of, gathered, read_index, read_into
-from hetmesh.checkpoint.resume import RunState, read_run_state
+from hetmesh.checkpoint.reading import first_of, gathered, read_into
+from hetmesh.checkpoint.resume import RunState, read_run
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.build import build_on_meta
@@ -43,8 +43,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     check_complete(path, KEY)
-    index = read_index(world, path)
-    run = read_run_state(world, path, index)
+    index, run = read_run(world, path)
     needs = Needs.of(root, exclude, index.saved, run.references)
     ranks = gathered(world, replace(needs, state={}), f"comparing {path} with the recipe")
     for note in _notes(path, ranks, exclude, index.saved, run):

@@ -120,14 +120,13 @@ class RunState:
         return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
-def read_run_state(world: World, path: Path, index: Index | None = None) -> RunState:
-    """The `run_state` of the checkpoint at `path`, whose `index` may have been read. Collective. Raises
-    CheckpointError: it cannot be read."""
-    state = {RUN: ""}
-    index = index or read_index(world, path)
+def read_run(world: World, path: Path) -> tuple[Index, RunState]:
+    """What the checkpoint at `path` holds, and its `run_state`. Collective. Raises CheckpointError: it cannot be
+    read."""
+    state, index = {RUN: ""}, read_index(world, path)
     if RUN in index.saved:
         read_into(world, path, state, index)
-    return RunState.of(state[RUN])
+    return index, RunState.of(state[RUN])
 
 
 def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:

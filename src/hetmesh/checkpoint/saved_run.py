@@ -28,7 +28,7 @@ from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
-from hetmesh.resolve.directories import check_references, references_alone
+from hetmesh.resolve.directories import check_references, references
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
@@ -82,7 +82,7 @@ class SavedRun:
         """Modules that the checkpoint only refers to, by name."""
         if not (saved := self.state.references):
             return {}
-        check_references(self.path, saved, references_alone(self.recipe, saved))
+        check_references(self.path, saved, references(self.recipe, saved))
         adapters = self.resolved.adapters
         return {name: Referred.of(self.recipe, name, adapters[name]) for name in saved}
 

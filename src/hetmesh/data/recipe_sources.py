@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hetmesh._own_code import import_named
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.digits_omni import OmniDigitsSource
+from hetmesh.data.loader import TRAIN, VALIDATION
 from hetmesh.data.mixture import MixtureSource
+from hetmesh.data.payloads import SplitSources
 from hetmesh.data.source import Source
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import HetmeshError, RecipeError
@@ -98,6 +101,11 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
     if not parts:
         raise errors[0]
     return MixtureSource(parts, weights if split is None else None)
+
+
+def split_sources(keys: Data) -> SplitSources:
+    """The training and the held-out samples that `[data]` describes."""
+    return SplitSources({TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")})
 
 
 def _import(name: str, key: str, folder: str | None) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -21,11 +20,10 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World
 from hetmesh.errors import HetmeshError, OutputError, RecipeError
-from hetmesh.files import from_json, read_file, to_json, writing
+from hetmesh.files import read_lines, read_object, to_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps, newest_step
 from hetmesh.records.events import EVENTS_FILE
-from hetmesh.records.metrics_file import is_evaluation, kept_lines, trim_metrics
 
 RECIPE_FILE = "recipe.json"
 """In a run's folder: the recipe with all defaults, as it was last started. Locked while the run writes there."""
@@ -178,42 +176,59 @@ def claim_folder(recipe: Recipe, world: World) -> RunFolder:
     message: list[Any] = [None]
     if world.rank == 0:
         try:
-            with writing(recipe.job.dump_folder, _HINT):
-                chosen = _claim(recipe)
+            chosen = _claim(recipe)
             message = [(str(chosen.path), chosen.step, chosen.occupied, chosen.summary, chosen.evaluated)]
-        except HetmeshError as error:
+        except (HetmeshError, OSError) as error:
             message = [error]
     with world.waiting("choice of the run's folder", "rank 0"):
         dist.broadcast_object_list(message, src=0, group=world.group(range(world.size)), device=world.device)
-    if isinstance(message[0], HetmeshError):
+    if isinstance(message[0], Exception):
         raise message[0]
     path, *rest = message[0]
     return chosen or RunFolder(Path(path), *rest)
 
 
 def _claim(recipe: Recipe) -> RunFolder:
-    asked, keys = _asked(recipe.job.dump_folder), recipe.checkpoint
-    if (found := resumable(recipe)) is not None:
-        return _resumed(recipe, *found)
-    for folder in _numbered(asked):
-        if holds_results(folder, keys.folder) or (claim := _locked(folder)) is None:
-            continue
-        if not holds_results(folder, keys.folder):  # nobody was quicker than the lock
-            return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
-        claim.close()
+    asked, checkpoints = _asked(recipe.job.dump_folder), recipe.checkpoint.folder
+    if (run := resumable(recipe)) is not None:
+        return _resumed(recipe, run)
+    for number in itertools.count(1):
+        folder = asked if number == 1 else asked.with_name(f"{asked.name}-{number}")
+        with writing(folder, _HINT):
+            if _holds_results(folder, checkpoints) or (claim := _locked(folder)) is None:
+                continue
+            if not _holds_results(folder, checkpoints):  # nobody was quicker than the lock
+                return RunFolder(folder, occupied=None if folder == asked else asked, claim=claim)
+            claim.close()
     raise AssertionError("there are always more numbers")
 
 
-def resumable(recipe: Recipe) -> tuple[Path, int] | None:
-    """The folder and the step of the checkpoint that a run of `recipe` goes on from; None: it starts anew. Raises
-    OutputError: a folder cannot be read; CheckpointError: the newest checkpoint has lost its checksums."""
+@dataclass(frozen=True)
+class Resumable:
+    """A run with a checkpoint, as its folder shows it.
+
+    Attributes:
+        step: of the newest complete checkpoint.
+        summary: empty for a run that is not finished.
+    """
+
+    path: Path
+    step: int
+    summary: dict[str, Any]
+
+
+def resumable(recipe: Recipe) -> Resumable | None:
+    """What a run of `recipe` goes on from; None: it starts anew. Raises OutputError: a folder cannot be read;
+    CheckpointError: the newest checkpoint has lost its checksums."""
     if not recipe.checkpoint.enable:
         return None
     asked = _asked(recipe.job.dump_folder)
-    with writing(asked, _HINT):
-        for folder in reversed([asked, *_followers(asked)]):
-            if (step := newest_step(folder / recipe.checkpoint.folder)) >= 0:
-                return folder, step
+    for folder in reversed([asked, *_followers(asked)]):
+        summary = read_object(folder / SUMMARY_FILE)
+        with writing(folder, _HINT):
+            step = newest_step(folder / recipe.checkpoint.folder)
+        if step >= 0:
+            return Resumable(folder, step, summary)
     return None
 
 
@@ -225,53 +240,12 @@ def _asked(dump_folder: str) -> Path:
     return asked
 
 
-def _resumed(recipe: Recipe, folder: Path, step: int) -> RunFolder:
-    steps = recipe.training.steps
-    if steps < step:
-        hint = "raise it, or give another job.dump_folder to start anew"
-        raise RecipeError(f"training.steps = {steps}: the run in {folder} is at step {step} already; {hint}")
-    summary = _summary(folder) if steps == step else {}
-    if summary.get("steps") == step:
-        return RunFolder(folder, step, summary=summary)
-    claim, deadline = _locked(folder), time.monotonic() + _ENDING_S
-    while claim is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        claim = _locked(folder)
-    if claim is None:
-        hint = "wait for it, or give another job.dump_folder to start anew"
-        raise OutputError(f"{folder}: another process is training there; {hint}")
-    if (newest_step(folder / recipe.checkpoint.folder), _summary(folder) if steps == step else {}) != (step, summary):
-        claim.close()  # the run that had the lock until now went on meanwhile
-        return _claim(recipe)
-    kept, _ = kept_lines(folder / METRICS_FILE, step)
-    return RunFolder(folder, step, claim=claim, evaluated=any(is_evaluation(record, step) for _, record in kept))
-
-
-def holds_results(folder: Path, checkpoints: str = "checkpoint") -> bool:
-    """Whether a run has left something in `folder`: lines of metrics, a summary, events or a complete checkpoint."""
-    if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} cannot be written: it is a file; {_HINT}")
-    metrics, events = folder / METRICS_FILE, folder / "tensorboard"
-    with writing(folder, _HINT):
-        if metrics.exists() and metrics.stat().st_size:
-            return True
-        if any((folder / name).exists() for name in (SUMMARY_FILE, "timeline.json")):
-            return True
-        return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
-
-
-def _numbered(asked: Path) -> Iterator[Path]:
-    yield asked
-    for number in itertools.count(2):
-        yield asked.with_name(f"{asked.name}-{number}")
-
-
 def _followers(asked: Path) -> list[Path]:
     """Folders beside `asked` that earlier runs took because there were results in `asked`, by their numbers: some may
-    have been removed since. Raises OSError."""
+    have been removed since."""
     try:
         beside = os.listdir(asked.parent)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):  # nor can a run make folders there then
+    except OSError:  # nor can a run make folders there then
         return []
     numbered = rf"{re.escape(asked.name)}-([2-9]|[1-9][0-9]{{1,3}})"  # more digits are the date of somebody's copy
     numbers = [re.fullmatch(numbered, name) for name in beside]
@@ -281,26 +255,39 @@ def _followers(asked: Path) -> list[Path]:
 
 def _asked_for(folder: Path) -> str | None:
     try:
-        recipe = from_json(read_file(folder / RECIPE_FILE))
-        return Path(recipe["job"]["dump_folder"]).name
-    except (OSError, ValueError, KeyError, TypeError):
+        return Path(read_object(folder / RECIPE_FILE)["job"]["dump_folder"]).name
+    except (KeyError, TypeError):
         return None
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    try:
-        summary = from_json(read_file(folder / SUMMARY_FILE))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+def _resumed(recipe: Recipe, run: Resumable) -> RunFolder:
+    folder, step, steps = run.path, run.step, recipe.training.steps
+    if steps < step:
+        hint = "raise it, or give another job.dump_folder to start anew"
+        raise RecipeError(f"training.steps = {steps}: the run in {folder} is at step {step} already; {hint}")
+    if steps == step == run.summary.get("steps"):
+        return RunFolder(folder, step, summary=run.summary)
+    with writing(folder, _HINT):
+        claim, deadline = _locked(folder), time.monotonic() + _ENDING_S
+        while claim is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            claim = _locked(folder)
+    if claim is None:
+        hint = "wait for it, or give another job.dump_folder to start anew"
+        raise OutputError(f"{folder}: another process is training there; {hint}")
+    if resumable(recipe) != run:
+        claim.close()  # the run that had the lock until now went on meanwhile
+        return _claim(recipe)
+    kept, _ = _kept_lines(folder / METRICS_FILE, step)
+    evaluated = any(record["step"] == step and "validation" in record for _, record in kept)
+    return RunFolder(folder, step, claim=claim, evaluated=evaluated)
 
 
-def check_folder(recipe: Recipe) -> None:
-    """Raise OutputError where a run of `recipe` cannot write its files, as far as that is seen without making any."""
-    found = resumable(recipe)
-    folder = _asked(recipe.job.dump_folder) if found is None else found[0]
-    if found is not None or not holds_results(folder, recipe.checkpoint.folder):
-        _check_files(folder)
+def _locked(folder: Path) -> Claim | None:
+    """The claim of the folder, by its recipe.json; None where another process has it. Raises OSError too."""
+    _check_files(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return claim_by(folder / RECIPE_FILE)
 
 
 def _check_files(folder: Path) -> None:
@@ -312,9 +299,62 @@ def _check_files(folder: Path) -> None:
             raise OutputError(f"{file} cannot be written: permission denied; {_HINT}")
 
 
-def _locked(folder: Path) -> Claim | None:
-    """The claim of the folder, by its recipe.json; None where another process has it."""
-    _check_files(folder)
+def _holds_results(folder: Path, checkpoints: str) -> bool:
+    """Whether a run has left lines of metrics, a summary, events or a complete checkpoint in `folder`."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(f"{folder} cannot be written: it is a file; {_HINT}")
+    metrics, events = folder / METRICS_FILE, folder / "tensorboard"
+    if metrics.exists() and metrics.stat().st_size:
+        return True
+    if any((folder / name).exists() for name in (SUMMARY_FILE, TIMELINE_FILE)):
+        return True
+    return (events.is_dir() and any(events.iterdir())) or bool(complete_steps(folder / checkpoints))
+
+
+def check_folder(recipe: Recipe) -> None:
+    """Raise OutputError where a run of `recipe` cannot write its files, as far as that is seen without making any."""
+    run = resumable(recipe)
+    folder = _asked(recipe.job.dump_folder) if run is None else run.path
     with writing(folder, _HINT):
-        folder.mkdir(parents=True, exist_ok=True)
-        return claim_by(folder / RECIPE_FILE)
+        if run is not None or not _holds_results(folder, recipe.checkpoint.folder):
+            _check_files(folder)
+
+
+def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str, Any] | None:
+    """Drop the lines of metrics.jsonl after `step`, which will come again (where it `evaluates`, the evaluation after
+    `step` too), and a last one that a kill cut short. Returns of the steps that are dropped the `last`, its
+    `timestamp`, and the `seconds` that they took; None: none is. Raises OutputError: the file holds anything but a
+    run's lines, or cannot be written."""
+    if not path.exists():
+        return None
+    kept, later = _kept_lines(path, step)
+    with writing(path):
+        temporary = path.with_suffix(".part")
+        again = step if evaluates else None
+        lines = (line for line, record in kept if not (record["step"] == again and "validation" in record))
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.replace(path)  # a kill right here loses nothing
+    if not later:
+        return None
+    seconds = sum(record.get("time_s") or 0.0 for record in later)
+    return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
+
+
+def _kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
+    """The lines of metrics.jsonl up to `step` and what they hold, and what later ones hold; without a last one that a
+    kill cut short. Raises OutputError: see `trim_metrics`."""
+    kept: list[tuple[str, dict[str, Any]]] = []
+    later: list[dict[str, Any]] = []
+    with writing(path):
+        lines = read_lines(path) if path.exists() else []
+    for number, (line, record) in enumerate(lines, 1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            if number == len(lines):
+                break  # what a kill cut short
+            hint = "move the file away, or give another job.dump_folder"
+            raise OutputError(f"{path}, line {number}: {line[:60]!r} is not a step of a run; {hint}")
+        if record["step"] <= step:
+            kept.append((line + "\n", record))
+        else:
+            later.append(record)
+    return kept, later

@@ -33,22 +33,18 @@ class RunEvents:
         self._path = folder / EVENTS_FILE
         self._ended = False
         with writing(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
             self._file: IO[str] = self._path.open("w" if anew else "a", encoding="utf-8")
             if not anew:
-                self._end_line()
+                with self._path.open("rb") as file:
+                    file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
+                    if file.read(1) not in (b"", b"\n"):  # a kill may have cut the last line short
+                        self._file.write("\n")
         for _ in range(_TRIES):  # a reader has it for an instant
             with suppress(OSError):  # or a file system knows no locks
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             time.sleep(_PAUSE_S)
-
-    def _end_line(self) -> None:
-        """A kill may have cut the last one short."""
-        with self._path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - 1, 0))
-            if file.read() not in (b"", b"\n"):
-                self._file.write("\n")
 
     def add(self, event: str, **values: Any) -> None:
         """Write a line; what is None is left out."""

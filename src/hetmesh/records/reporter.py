@@ -79,10 +79,9 @@ class Reporter:
         if not self.active:
             return
         self._path = folder / METRICS_FILE
-        with writing(self._path):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
         self._events = RunEvents(folder, anew=resumed_at == 0)
+        with writing(self._path):
+            self._file = self._path.open("a", encoding="utf-8")
         self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config, resumed_at=resumed_at)
         self._progress = Progress(
             TextColumn("step"),
@@ -157,10 +156,16 @@ class Reporter:
         if self.active:
             self._events.started(step, steps=self.steps, **values)
 
-    def saved(self, step: int, **values: Any) -> None:
-        """Note that the checkpoint of `step` is complete, unless the run is over."""
+    def saved(self, step: int, held_s: float, time_s: float, *, asynchronous: bool) -> None:
+        """Note that the checkpoint of `step` is complete, unless the run is over.
+
+        Args:
+            held_s: seconds that this rank could not train for it.
+            time_s: seconds from the beginning of the save until this rank knew that it was complete.
+        """
         if self.active and not self._file.closed:
-            self._events.add(SAVED, step=step, **values)
+            times = {"held_s": round(held_s, 3), "time_s": round(time_s, 3)}
+            self._events.add(SAVED, step=step, **times, asynchronous=asynchronous)
 
     def ended(self, step: int, how: str, reason: str | None = None) -> None:
         """Note how the run ended."""
@@ -210,15 +215,13 @@ class Loggers:
         self, folder: Path, *, tensorboard: bool = False, wandb: bool = False, config: Any = None, resumed_at: int = 0
     ) -> None:
         self.folder = folder
-        self._loggers: list[Any] = []
+        self._loggers = [_wandb(folder, dict(config or {}))] if wandb else []
         if tensorboard:
             with writing(folder / "tensorboard"):
                 logger = _titan.tensorboard_logger()(str(folder / "tensorboard"), None)
                 if resumed_at:
                     _hide_after(logger, resumed_at)
             self._loggers.append(logger)
-        if wandb:
-            self._loggers.append(_wandb(folder, dict(config or {})))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log some scalars of one step."""

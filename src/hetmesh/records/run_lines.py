@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from hetmesh.errors import UsageError
-from hetmesh.files import from_json, read_file
+from hetmesh.files import read_lines
 from hetmesh.formatting import counted
 from hetmesh.records.dump_folder import METRICS_FILE
 from hetmesh.records.events import EVENTS_FILE
@@ -74,24 +74,20 @@ def _drop_from(lines: list[Line], step: int) -> int:
 def _lines(path: Path, needs: str, valid: Callable[[Line], bool]) -> tuple[list[Line], list[str]]:
     """The objects that a file holds, and what is wrong with its other lines. Raises FileNotFoundError too."""
     try:
-        lines = read_file(path).decode("utf-8", errors="replace").split("\n")  # what a full disk leaves is no text
+        lines = read_lines(path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # a name may hold a null byte
         raise UsageError(f"{path}: cannot be read: {error}") from error
     records: list[Line] = []
     bad: list[str] = []
-    for line_number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = from_json(line)
-            if not isinstance(record, dict) or not valid(record):
-                raise ValueError(f"it must hold a JSON object with {needs}, got {line[:60]!r}")
-        except ValueError as error:
-            bad.append(f"line {line_number}: {error}")
-        else:
+    for line_number, (line, record) in enumerate(lines, 1):
+        if isinstance(record, dict) and valid(record):
             records.append(record)
+        elif isinstance(record, ValueError) and line.strip():
+            bad.append(f"line {line_number}: {record}")
+        elif line.strip():
+            bad.append(f"line {line_number}: it must hold a JSON object with {needs}, got {line[:60]!r}")
     return records, bad
 
 

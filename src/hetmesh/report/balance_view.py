@@ -23,8 +23,7 @@ from hetmesh.models import Adapter
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.run_lines import metrics_lines
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, ExpertUse, Histogram, ModuleSizes
-from hetmesh.resolve.balance_options import balance_options
-from hetmesh.resolve.resolved import ResolvedRecipe
+from hetmesh.resolve.resolved import ResolvedRecipe, balance_options
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 

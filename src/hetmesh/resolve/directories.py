@@ -60,37 +60,38 @@ def referenced(recipe: Recipe) -> tuple[str, ...]:
     return tuple(n for n, m in found if not m.trainable and m.lora is None and m.initial_load_path is not None)
 
 
-def references(world: World, recipe: Recipe, modules: tuple[str, ...]) -> References:
-    """What the directories of `modules` hold now; each file is read by one rank. Collective.
+def references(recipe: Recipe, modules: Iterable[str], world: World | None = None) -> References:
+    """What the directories of `modules` hold now.
+
+    Args:
+        world: of a job, whose ranks share the files between them; collective then. None: in this process alone.
 
     Raises:
         CheckpointError: a directory or a file cannot be read, or a module has none; on every rank.
     """
+    files: list[tuple[str, Path]] = []
+    sums: dict[Path, int] = {}
+    modules, error = tuple(modules), ""
     if not modules:
         return {}
-    error = ""
-    files: list[tuple[str, Path]] = []
-    mine: dict[tuple[str, str], int] = {}
     try:
         files = _files(recipe, modules)
-        mine = _checksums(files[world.rank :: world.size])
+        sums = {file: _checksum(file) for _, file in (files if world is None else files[world.rank :: world.size])}
     except (HetmeshError, OSError) as problem:
         error = str(problem)
-    everybody: list[Any] = [None] * world.size
-    with world.waiting("checksums of the directories of frozen modules"):
-        dist.all_gather_object(everybody, (error, mine), group=world.group(range(world.size)))
-    if error := next((text for text, _ in everybody if text), ""):
+    if world is not None:
+        everybody: list[Any] = [None] * world.size
+        with world.waiting("checksums of the directories of frozen modules"):
+            dist.all_gather_object(everybody, (error, sums), group=world.group(range(world.size)))
+        error = next((text for text, _ in everybody if text), "")
+        sums = {file: crc for _, theirs in everybody for file, crc in theirs.items()}
+    if error:
         raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {error}")
-    return _entries(files, {key: crc for _, some in everybody for key, crc in some.items()})
-
-
-def references_alone(recipe: Recipe, modules: Iterable[str]) -> References:
-    """`references` in one process."""
-    try:
-        files = _files(recipe, modules)
-        return _entries(files, _checksums(files))
-    except (HetmeshError, OSError) as problem:
-        raise CheckpointError(f"checkpoints refer to the directories of {', '.join(modules)}: {problem}") from problem
+    found: dict[str, dict[str, Any]] = {}
+    for name, file in files:
+        entry = found.setdefault(name, {"path": str(file.parent), "files": {}})
+        entry["files"][file.name] = sums[file]
+    return found
 
 
 def _files(recipe: Recipe, modules: Iterable[str]) -> list[tuple[str, Path]]:
@@ -103,23 +104,12 @@ def _files(recipe: Recipe, modules: Iterable[str]) -> list[tuple[str, Path]]:
     return found
 
 
-def _checksums(files: Iterable[tuple[str, Path]]) -> dict[tuple[str, str], int]:
-    found = {}
-    for name, file in files:
-        crc = 0
-        with open_file(file) as stream:
-            while data := stream.read(_CHUNK):
-                crc = zlib.crc32(data, crc)
-        found[name, file.name] = crc
-    return found
-
-
-def _entries(files: Iterable[tuple[str, Path]], sums: Mapping[tuple[str, str], int]) -> References:
-    found: dict[str, dict[str, Any]] = {}
-    for name, file in files:
-        entry = found.setdefault(name, {"path": str(file.parent), "files": {}})
-        entry["files"][file.name] = sums[name, file.name]
-    return found
+def _checksum(file: Path) -> int:
+    crc = 0
+    with open_file(file) as stream:
+        while data := stream.read(_CHUNK):
+            crc = zlib.crc32(data, crc)
+    return crc
 
 
 def check_references(checkpoint: Path, saved: References, now: References) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import timeit
 from dataclasses import replace
+
+import torch
 
 from hetmesh.cost import Machine, Profile, load_machine
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import Shapes
-from hetmesh.runtime.device_peak import measure_peak
 from hetmesh.simulate import StepModel
 
 
@@ -49,6 +51,9 @@ def agreed_step_model(
     return recipe_step_model(recipe, graph, shapes, machine, profile)
 
 
+_SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak
+_MIN_PRODUCT_S = 0.01
+
 TYPICAL_PEAK = 5e10
 """FLOPs per second of a machine that says none: about a CPU core."""
 
@@ -85,3 +90,14 @@ def recipe_step_model(
         implementation=recipe.optimizer.implementation,
         weight_decay=any(decays),
     )
+
+
+def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
+    """FLOP/s of this process in a square matrix product: the best of `times`, large enough to take milliseconds."""
+    size, seconds = _SMALLEST, 0.0
+    while size < _LARGEST and seconds < _MIN_PRODUCT_S:  # a CPU without bfloat16 units is 50 times slower in it
+        size *= 2
+        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        torch.mm(a[:32], b)  # starts threads and loads kernels
+        seconds = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=times))  # noqa: B023 - called at once
+    return 2 * size**3 / seconds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.balance.co_located import check_shares, leaders
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
@@ -27,7 +28,7 @@ from hetmesh.models import (
 from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.module_options import module_options, packs, token_assignment, token_axes
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.balance_options import balance_options, check_balance, sample_costs
+from hetmesh.recipe.sections import Balance
 from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
@@ -83,7 +84,11 @@ class ResolvedRecipe:
     @cached_property
     def costs(self) -> dict[str, SampleCosts]:
         """What samples cost each module."""
-        return sample_costs(self.graph, self.shapes)
+        graph, shapes = self.graph, self.shapes
+        return {
+            name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
+            for name in graph.order
+        }
 
     @cached_property
     def balance(self) -> BalanceOptions:
@@ -240,3 +245,46 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> M
             modules.append(spec)
     refusals.finish()
     return ModuleGraph(tuple(modules), boundaries)
+
+
+def check_balance(keys: Balance, graph: ModuleGraph) -> None:
+    """Raise RecipeError for caps and microbatches of modules that go along with another one."""
+    led_by = leaders(graph)
+    wrong = []
+    for key in ("max_tokens", "microbatch_sizes", "microbatch_shares"):
+        for name in getattr(keys, key):
+            if (leader := led_by[name]) != name:
+                instead = f"balance.{key}.{leader}"
+                if key != "max_tokens" and leader == graph.sink.name:
+                    instead = "it ranks or degrees of its own, or leave it out"
+                wrong.append(
+                    f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "
+                    f"give {instead}"
+                )
+    for name, shares in keys.microbatch_shares.items():
+        if led_by[name] == name:
+            try:
+                check_shares(graph, name, shares)
+            except GraphError as error:
+                wrong.append(f"balance.microbatch_shares.{name}: {error}")
+    if wrong:
+        raise RecipeError("\n".join(wrong))
+
+
+def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
+    """How batches are balanced.
+
+    Args:
+        costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
+    """
+    if costs is None:
+        return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
+    return BalanceOptions(
+        keys.policy,
+        costs,
+        keys.max_tokens,
+        keys.microbatch_sizes,
+        free=keys.microbatches == "free",
+        deferral=keys.deferral,
+        microbatch_shares=keys.microbatch_shares,
+    )

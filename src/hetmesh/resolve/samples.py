@@ -8,7 +8,7 @@ from itertools import islice
 
 from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.payloads import SplitSources
-from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.recipe_sources import split_sources
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.formatting import counted
@@ -36,7 +36,7 @@ def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Sour
     key = next((f"validation.{name} = {value}" for name, value in given.items() if value), "")
     asked = bool(keys.freq) or keys.samples is not None or keys.free_running > 0
     try:
-        source = recipe_source(recipe.data, "validation") if sources is None else sources[VALIDATION]
+        source = (sources or split_sources(recipe.data))[VALIDATION]
     except RecipeError as error:
         if not asked:
             return None

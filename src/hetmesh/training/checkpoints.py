@@ -1,14 +1,26 @@
-"""The checkpoints of a run: what it saves beside modules and optimizers, and how it resumes from one."""
+"""The checkpoints of a run: what it saves beside modules and optimizers, and how it starts from one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hetmesh.checkpoint.checkpointer import Checkpointer
-from hetmesh.checkpoint.resume import ADVICE, changes, check_changes, described, run_state
+from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.checkpoint.resume import (
+    ADVICE,
+    RunState,
+    changes,
+    check_changes,
+    check_configs,
+    check_model,
+    configs,
+    described,
+    run_state,
+)
 from hetmesh.errors import RecipeError
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.directories import References, check_references, referenced, references
@@ -51,7 +63,10 @@ class RunCheckpoints:
     """
 
     def __init__(self, job: Job, optimizers: tuple[Any, Any] | None, folder: Path) -> None:
-        self.job, self.optimizers = job, optimizers
+        self.job = job
+        self.optimizers = optimizers
+        self.configs = configs(job.recipe.modules)
+        self.references: References = {}
         keys = job.recipe.checkpoint
         self.checkpointer = Checkpointer(
             job.world,
@@ -61,11 +76,8 @@ class RunCheckpoints:
             asynchronous=keys.async_mode == "async",
             frozen_once=keys.frozen != "each",
         )
-        self.references: References = {}
         if keys.enable:
             self.checkpointer.prepare()
-            with self.checkpointer.patience():
-                self.references = references(job.world, job.recipe, referenced(job.recipe))
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the current step. Collective."""
@@ -73,11 +85,9 @@ class RunCheckpoints:
         with self.job.expert_placement.in_expert_order(self.optimizers):
             self.checkpointer.save(progress.step, self.job.root, self.optimizers, state, frozen)
 
-    def report_saved(self, reporter: Reporter) -> None:
-        """Report the checkpoints that are complete since the last time."""
-        for saved in self.checkpointer.take_saved():
-            times = {"held_s": round(saved.held_s, 3), "time_s": round(saved.time_s, 3)}
-            reporter.saved(saved.step, **times, asynchronous=self.checkpointer.asynchronous)
+    def report_to(self, reporter: Reporter) -> None:
+        """Report each checkpoint when it is complete."""
+        self.checkpointer.on_saved = partial(reporter.saved, asynchronous=self.checkpointer.asynchronous)
 
     def export(self, step: int, export: Export) -> list[str]:
         """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""
@@ -86,42 +96,46 @@ class RunCheckpoints:
         self.checkpointer.on_first_rank(f"{path} cannot be exported", lambda: lines.extend(export(resolved, path)))
         return lines
 
-    def resume(self) -> Progress:
-        """Load the newest checkpoint. Collective.
+    def start_or_resume(self, step: int | None) -> Progress:
+        """Load the checkpoint of `step`; None: the weights of another run, if the recipe names one. Collective.
 
         Raises:
-            RecipeError: the recipe does not continue the run that saved it.
-            CheckpointError: it cannot be read.
+            RecipeError: the recipe does not continue the run that saved it, or the other run's weights do not fit.
+            CheckpointError: it cannot be read, nor can directories that checkpoints refer to, or these have changed.
         """
-        job, checkpointer = self.job, self.checkpointer
-        step = checkpointer.latest()
-        assert step is not None
-        path = checkpointer.folder / f"step-{step}"
-        saved = checkpointer.saved_run(step)
-        changed = changes(saved.recipe, job.recipe)
-        check_changes(changed, path)
-        with checkpointer.patience():
-            now = references(job.world, job.recipe, tuple(saved.references))
+        job, recipe, keys = self.job, self.job.recipe, self.job.recipe.checkpoint
+        path = self.checkpointer.folder / f"step-{step}"
+        own = referenced(recipe) if keys.enable else ()
+        with self.checkpointer.patience():
+            saved = RunState() if step is None else self.checkpointer.saved_run(step)
+            changed = changes(saved.recipe, recipe)
+            check_changes(changed, path)
+            if keys.initial_load_path and step is None:  # a resumed run has its own weights
+                load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
+            now = references(recipe, dict.fromkeys([*own, *saved.references]), job.world)
         check_references(path, saved.references, now)
+        self.references = {name: now[name] for name in own if step is None or name in saved.references}
+        if step is None:
+            return Progress(0)
+        state, differing = self.state(Progress(step)), described(changed)
         with keeping_options(self.optimizers):
             try:
-                state, frozen = self.state(Progress(step)), frozenset(saved.references)
-                loaded = checkpointer.load(step, job.root, self.optimizers, state, frozen)
+                loaded = self.checkpointer.load(step, job.root, self.optimizers, state, saved.references)
             except RecipeError as error:
-                keys = f"; keys that have changed: {described(changed)}; {ADVICE}" if changed else ""
-                raise RecipeError(f"{error}{keys}") from error
-        saved.check_model(job.recipe, job.configs, path)
+                hint = f"; keys that have changed: {differing}; {ADVICE}" if changed else ""
+                raise RecipeError(f"{error}{hint}") from error
+        check_model(changed, path)
+        check_configs(saved.configs, self.configs, path)
         notes = [f"note: {note}" for note in job.loader.load_state_dict(loaded)]
-        if held := sorted(self.references.keys() - saved.references.keys()):  # maybe other weights than the directory
-            self.references = {k: v for k, v in self.references.items() if k in saved.references}
+        if held := sorted({*own} - saved.references.keys()):  # maybe other weights than the directory
             notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
         job.non_finite.count, job.non_finite.in_a_row = saved.skipped_steps, saved.skipped_in_a_row
         job.expert_placement.restore(saved.experts, self.optimizers)
         if changed:
-            notes.append(f"changed since, and taken from step {step + 1} on: {described(changed)}")
+            notes.append(f"changed since, and taken from step {step + 1} on: {differing}")
         if others := saved.other_versions():
             notes.append(f"other libraries than those that it was saved with: {others}")
-        return Progress(step, saved.loss, saved.samples_skipped, notes, described(changed) if changed else "")
+        return Progress(step, saved.loss, saved.samples_skipped, notes, differing)
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """What a checkpoint holds beside modules and optimizers: the position in the data, and the run. Collective."""
@@ -135,7 +149,7 @@ class RunCheckpoints:
             samples_skipped=progress.samples_skipped,
             references=self.references,
             experts=job.expert_placement.state(),
-            configs=job.configs,
+            configs=self.configs,
         )
         with job.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
             return {**job.loader.state_dict(), "run": run}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from hetmesh.boundary import World, init
 from hetmesh.data.loader import TRAIN, VALIDATION
 from hetmesh.data.payload_workers import InWorkers
-from hetmesh.data.payloads import Payloads, SplitSources
-from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.payloads import Payloads
+from hetmesh.data.recipe_sources import split_sources
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 
@@ -30,9 +29,7 @@ def open_payloads(recipe: Recipe) -> Payloads:
         RecipeError: the data source cannot be made.
     """
     keys = recipe.data
-    sources = SplitSources(
-        {TRAIN: partial(recipe_source, keys), VALIDATION: partial(recipe_source, keys, "validation")}
-    )
+    sources = split_sources(keys)
     if not keys.num_workers:
         return Payloads(sources)
     sources[TRAIN]  # made now, forked workers share them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
-from hetmesh.checkpoint.resume import Configs, configs
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
@@ -60,7 +59,6 @@ class Job:
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
-    configs: Configs = field(default_factory=dict)  # of the directories that its modules were built from
 
     @classmethod
     def assemble(
@@ -75,7 +73,7 @@ class Job:
         recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
         for note in resolved.notes if world.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
-        stages = stage_graph(graph)
+        loader, stages = resolved.loader(payloads), stage_graph(graph)
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
@@ -83,9 +81,6 @@ class Job:
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
             own, mesh, dense = _own_stages(world, graph[name])
-            staged = graph[name].mesh.axis_size("pp") > 1
-            shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
-            tied_groups = _tied_groups(world, graph[name]) if shared_ends else {}
             if mesh is None:
                 continue
             deferred = deferred_module(recipe, adapters[name], name)
@@ -119,11 +114,18 @@ class Job:
             parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
-            shared = tied_parameters(graph[name], own, parallel, tied_groups)
+        for name in graph.order:
+            staged = graph[name].mesh.axis_size("pp") > 1
+            shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
+            groups = _tied_groups(world, graph[name]) if shared_ends else {}  # made on all ranks
+            own = tuple(stage for stage in adapted if stage.module == name)
+            if not own:
+                continue
+            shared = tied_parameters(graph[name], own, modules[name], groups)
             always = frozenset(id(copy.parameter) for copy in shared)
             for i, stage in enumerate(own):
                 if stage in stages.trainable_stages:
-                    reducers[stage] = Reduction(parallel, i, accelerator=accelerator, stream=sums, always=always)
+                    reducers[stage] = Reduction(modules[name], i, accelerator=accelerator, stream=sums, always=always)
             tied += shared
         runtime = Runtime(
             world,
@@ -137,8 +139,7 @@ class Job:
         root = Root((name, each.module) for name, each in modules.items())
         if world.accelerator.computes:
             check_replicas(modules, tied, world, 0, buffers=True)
-        loader = resolved.loader(payloads)
-        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), configs(recipe.modules))
+        return cls(resolved, world, loader, root, modules, runtime, tuple(tied))
 
     @property
     def recipe(self) -> Recipe:

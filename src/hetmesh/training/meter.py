@@ -1,14 +1,23 @@
-"""Meter: what a step did and cost: FLOPs and MFU per module, imbalance, memory, bytes and waits per boundary."""
+"""Meter: what a step did and cost: FLOPs and MFU per module, imbalance, memory, bytes and waits per boundary; and the
+peak FLOP/s of a device, which MFU refers to."""
 
 from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+
+import torch
 
 from hetmesh.balance import BalanceOptions, BatchPlan, assign, batch_loads, graph_slots
 from hetmesh.balance.imbalance import batch_load, plan_assignment
 from hetmesh.balance.plan_batch import within_range
+from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_over_ranks
-from hetmesh.cost import Work, imbalance, module_flops
+from hetmesh.cost import Work, find_machine, imbalance, load_machine, module_flops
+from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.metrics import Measured, StepCost, StepLoad
-from hetmesh.runtime.device_peak import find_peak, peak_memory
+from hetmesh.resolve.recipe_step_model import measure_peak
 from hetmesh.training.feed import Loaded
 from hetmesh.training.job import Job
 
@@ -100,3 +109,44 @@ class Meter:
             },
             self.experts.loads.read(routed.sum(0), targets, self.experts.placements),
         )
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """The FLOP/s of one device that MFU refers to, None if unknown, and where the number comes from."""
+
+    flops: float | None
+    dtype: str
+    origin: str
+
+    def __str__(self) -> str:
+        if self.flops is None:
+            return f"no MFU: {self.origin}"
+        return f"MFU refers to {self.flops / 1e9:,.0f} GFLOP/s in {self.dtype} per rank ({self.origin})"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors have taken on a CUDA device, else the most that this process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else 1024 * resident
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a CUDA device, else the device type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
+    """The peak of `[metrics] machine`, else of the machine with the CUDA device's name, else measured on the CPU."""
+    device, name, kind = world.device, recipe.metrics.machine, str(dtype).removeprefix("torch.")
+    reported = device_name(device) if device.type == "cuda" else None
+    machine = load_machine(name) if name else find_machine(reported) if reported else load_machine("cpu")
+    if machine is None:
+        return PeakFlops(None, kind, f"no machine description fits {reported!r}; give one as [metrics] machine")
+    if (flops := machine.peak(kind)) is not None:
+        return PeakFlops(flops, kind, f"machine {machine.name!r}")
+    if device.type == "cuda":
+        return PeakFlops(None, kind, f"machine {machine.name!r} has no peak for {kind}")
+    return PeakFlops(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")

@@ -6,13 +6,11 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.data.loader import TRAIN
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
@@ -24,13 +22,12 @@ from hetmesh.records.metrics import StepCost, StepMetrics, run_summary
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.samples import held_out_source
-from hetmesh.runtime.device_peak import device_name
 from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
-from hetmesh.training.meter import Meter
+from hetmesh.training.meter import Meter, device_name
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
 from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
 from hetmesh.training.recorder import StepRecorder
@@ -127,7 +124,8 @@ class Trainer:
         choose_kernels(recipe.debug.deterministic, world.device)
         self.on_step, self.stopped = on_step, False
         self.signals, self.signalled = StopSignals(announce=world.rank == 0), False
-        self.recipe, self.world = recipe, world
+        self.recipe = recipe
+        self.world = world
         self.claimed = folder or claim_folder(recipe, world)
         self.folder = self.claimed.path
         try:
@@ -139,18 +137,16 @@ class Trainer:
     def _build(self, resolved: ResolvedRecipe, payloads: Payloads | None, loss: CustomLoss | None) -> None:
         recipe, world = self.recipe, self.world
         self.job = Job.assemble(resolved, world, payloads, loss)
-        keys = recipe.checkpoint
-        if keys.initial_load_path and self.claimed.step is None:  # a resumed run has its own weights
-            load_initial_weights(world, self.job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
         self.job.non_finite.hint = f" Results are in {self.folder}"
-        self.optimizers, self.lr = make_optimizers(recipe, self.job.root), learning_rate(recipe)
-        held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
+        self.optimizers = make_optimizers(recipe, self.job.root)
+        self.lr = learning_rate(recipe)
         self.checkpoints = RunCheckpoints(self.job, self.optimizers, self.folder)
         self.checkpointer = self.checkpoints.checkpointer
-        progress = Progress(0) if self.claimed.step is None else self.checkpoints.resume()
+        progress = self.checkpoints.start_or_resume(self.claimed.step)
         self.step, self.loss, self.samples_skipped = progress.step, progress.loss, progress.samples_skipped
         self.notes = [*self.claimed.describe(), *progress.notes]
         self.upcoming = self.job.upcoming
+        held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
         redone = self.claimed.begin(recipe)
         self.reporter = Reporter(
@@ -165,6 +161,7 @@ class Trainer:
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
         )
+        self.checkpoints.report_to(self.reporter)
         self.reporter.started(
             self.step,
             ranks=world.size,
@@ -188,7 +185,6 @@ class Trainer:
                 self.checkpointer.wait()
                 if recipe.checkpoint.enable:
                     self.checkpointer.remove_old()
-                self.checkpoints.report_saved(self.reporter)
             summary = run_summary(
                 self.step,
                 self.world.size,
@@ -199,9 +195,11 @@ class Trainer:
                 samples_skipped=self.samples_skipped,
                 evaluated=self.validation.summary(),
             )
-            self.reporter.answers(*self.validation.shown())
-            next_ = next_steps(recipe, self.folder, self.step, self.validation.source)
-            self.reporter.print("\n".join([results(recipe, self.folder), *next_]))
+            shown, how = self.validation.shown()
+            commands = next_steps(recipe, self.folder, self.step, self.validation.source)
+            end_lines = [results(recipe, self.folder), *commands]
+            self.reporter.answers(shown, how)
+            self.reporter.print("\n".join(end_lines))
             if recipe.checkpoint.last_save_in_hf and self.export is not None:
                 self.reporter.print("\n".join(self.checkpoints.export(self.step, self.export)))
             self.reporter.summary(summary)  # with it the run is finished: started again, it does nothing
@@ -230,7 +228,6 @@ class Trainer:
             self.reporter.step(metrics)
             self.stopped = stop_requested(self.on_step, metrics, world)
             self.checkpointer.check()
-            self.checkpoints.report_saved(self.reporter)
             if recipe.checkpoint.enable and self._due(recipe.checkpoint.interval):
                 self.save()
             if self.signalled:
@@ -239,7 +236,6 @@ class Trainer:
     def _leave(self) -> None:
         """End the run here. Collective."""
         self.checkpointer.wait()
-        self.checkpoints.report_saved(self.reporter)
         number = self.signals.number or signal.SIGTERM  # it came to another rank
         saved = "checkpoint saved; rerun the same command to resume"
         if not self.recipe.checkpoint.enable:
@@ -319,13 +315,11 @@ class Trainer:
         """Write a checkpoint of the current step. Collective."""
         self.reporter.sync()
         self.checkpoints.save(self.progress)
-        self.checkpoints.report_saved(self.reporter)
 
     def _report_end(self, how: str, reason: str) -> None:
         """Record why the run ends before its last step, once a save that may still be running is over."""
         with suppress(OutputError):  # the error that ends the run has reported a full disk, say
             self.checkpointer.close()
-            self.checkpoints.report_saved(self.reporter)
             self.reporter.ended(self.step, how, reason)
 
     @property
