@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hetmesh.attention import in_models
+from hetmesh.attention import in_transformers
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.in_models import register
+from hetmesh.attention.in_transformers import register
 from hetmesh.context import assign, causal, join, text_with_instances
 from hetmesh.errors import BoundaryError
 
@@ -51,14 +51,14 @@ def gradients(model):
 def test_a_model_equals_its_own_attention_and_every_layer_is_counted():
     x, positions = embeddings(2, 12), torch.arange(12).expand(2, 12)
     ours, theirs = decoder(register()), decoder("sdpa")
-    in_models.counter.clear()
+    in_transformers.counter.clear()
     y = run(ours, x, positions, ContextAttention(join([causal(12)] * 2), name="llm cp attention"))
     expected = run(theirs, x, positions)
     assert torch.allclose(y, expected, rtol=0, atol=1e-12)
     y.square().sum().backward()
     expected.square().sum().backward()
     assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(gradients(ours), gradients(theirs), strict=True))
-    assert in_models.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
+    assert in_transformers.counter == {("llm cp attention", layer): 1 for layer in range(LAYERS)}
 
 
 def test_autocast():
@@ -95,14 +95,14 @@ def shared(rank, shares, checkpoint):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     at = torch.tensor([row for a, b in shares[rank] for row in range(a, b)], dtype=torch.int64)
-    in_models.counter.clear()
+    in_transformers.counter.clear()
     state = ContextAttention(MASK, shares, range(len(shares)), name="llm cp attention", chunk=128)
     used = at if len(at) else torch.zeros(1, dtype=torch.int64)
     y = run(model, embeddings(1, MASK.length)[:, used], used[None], state)[:, : len(at)]
     y.square().sum().backward()
     for gradient in gradients(model):
         torch.distributed.all_reduce(gradient)
-    return y.detach(), gradients(model), dict(in_models.counter)
+    return y.detach(), gradients(model), dict(in_transformers.counter)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hetmesh.attention import attend
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.in_models import PackedRows, attention_of, with_tensors
+from hetmesh.attention.packed_rows import PackedRows, attention_of, with_tensors
 from hetmesh.context import causal, join
 from hetmesh.errors import BoundaryError
 

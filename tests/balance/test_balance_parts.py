@@ -12,7 +12,8 @@ from hetmesh.balance.lane_orders import best_orders
 from hetmesh.balance.local_search import lower_peaks, resplit
 from hetmesh.balance.lpt import SCALE, as_table, from_table, least_loaded, longest_first, normalised, scrambled
 from hetmesh.balance.policies.auto import MIN_GAIN
-from hetmesh.balance.policies.published import _reordered, effective_microbatches
+from hetmesh.balance.policies.disttrain import _reordered
+from hetmesh.balance.policies.entrain import effective_microbatches
 from hetmesh.balance.step_lengths import step_lengths
 
 

@@ -11,10 +11,10 @@ from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
 from hetmesh.cost.activations import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
-from hetmesh.models.named.dense_llms import Qwen3Adapter
-from hetmesh.models.named.image_towers import SiglipAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.routed_tokens import RoutedTokens
 from hetmesh.parallel.experts.token_exchange import ExpertRanks

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetmesh.cost import Flops, LayerShape, ModuleShape, WeightShape, Work, layer_flops, module_flops
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
-from hetmesh.models.named.dense_llms import Qwen3Adapter
-from hetmesh.models.named.image_towers import SiglipAdapter
 from hetmesh.models.named.mlp import MlpAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
 
 MLP = MlpAdapter(24, 40, 16)
 VISION = SiglipAdapter.make(

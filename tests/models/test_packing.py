@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from hetmesh.models.collate import pack_tokens
+from hetmesh.models.packing import pack_tokens
 
 
 @given(data=st.data(), lengths=st.lists(st.integers(1, 6), max_size=4))

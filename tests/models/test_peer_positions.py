@@ -10,8 +10,9 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import AdapterRequest, build_module, make_adapters
-from hetmesh.models.collate import collate_tokens, pack_tokens
-from hetmesh.models.named.dense_llms import Qwen3Adapter
+from hetmesh.models.collate import collate_tokens
+from hetmesh.models.named.qwen3 import Qwen3Adapter
+from hetmesh.models.packing import pack_tokens
 
 PLACEHOLDERS = {"image": 1, "sound": 2, "video": 3}
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

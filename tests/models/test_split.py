@@ -12,7 +12,7 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
-from hetmesh.models.split.part_plans import text_plan
+from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import parse_recipe

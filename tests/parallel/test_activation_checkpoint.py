@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import blocks
-from hetmesh.parallel.blocks import apply_activation_checkpoint
 
 
 class Block(nn.Module):

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from hetmesh.parallel.blocks import apply_activation_checkpoint, apply_compile, missing_compiler
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
+from hetmesh.parallel.compile import apply_compile, missing_compiler
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
 
 

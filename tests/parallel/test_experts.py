@@ -15,7 +15,8 @@ from hetmesh.parallel.experts import apply_expert_sharding
 from hetmesh.parallel.experts import block as block_module
 from hetmesh.parallel.experts import token_exchange as exchange
 from hetmesh.parallel.experts.block import ExpertLayers, grouped_linear, make_expert_block
-from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens, balance_terms, choices_per_sample
+from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
 from hetmesh.parallel.experts.token_exchange import ExpertRanks, count_choices, even_counts
 from hetmesh.parallel.experts.token_routes import collect, route_to_experts, route_to_ranks, spread
 

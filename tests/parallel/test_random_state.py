@@ -11,7 +11,7 @@ from torch.nn.functional import dropout
 
 from hetmesh.graph import ModuleSpec
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.parallel.blocks import apply_activation_checkpoint
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.random_state import RandomPlace, draws, entering, random_place, seed_by_place
 
 HERE = RandomPlace(seed=1, step=2, module="llm", microbatch=3, lane=4)

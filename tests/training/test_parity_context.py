@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetmesh.attention.in_models import counter
+from hetmesh.attention.in_transformers import counter
 from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.errors import RecipeError

@@ -15,7 +15,7 @@ import hetmesh
 from gpu_checks.flex import FLEX, MASKS, WINDOWS, Case, Heads
 from gpu_checks.found import Found, Place
 from hetmesh.attention import flex
-from hetmesh.parallel.blocks import missing_compiler
+from hetmesh.parallel.compile import missing_compiler
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer

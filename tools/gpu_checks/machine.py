@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpu_checks.found import Found, Place, Skip
-from hetmesh.parallel.blocks import missing_compiler
+from hetmesh.parallel.compile import missing_compiler
 
 IN_USE = 1.5e9
 """Bytes of a GPU's memory that the driver and this process may have taken; above it somebody else uses the GPU."""

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest
-from hetmesh.models.named.dense_llms import LlamaAdapter, Qwen3Adapter
-from hetmesh.models.named.image_towers import ClipAdapter, SiglipAdapter
+from hetmesh.models.named.clip import ClipAdapter
+from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
+from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_text import Qwen3VLMoeTextAdapter, Qwen3VLTextAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
+from hetmesh.models.named.siglip import SiglipAdapter
 from hetmesh.models.named.whisper import WhisperAdapter
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter

@@ -1,8 +1,9 @@
 """One module on its mesh: tensor, sequence and sharded data parallelism, checkpointing, and gradients as sums."""
 
 from hetmesh.attention.context_attention import ContextAttention
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import AdaptedModule, ParallelModule, parallelize
-from hetmesh.parallel.blocks import apply_activation_checkpoint, apply_compile
+from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.fully_shard import apply_fully_shard, sum_over_shards
 from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import local_gradient, local_part, sum_gradients

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from hetmesh.errors import LayoutError
 from hetmesh.graph.module_graph import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.parallel.blocks import apply_activation_checkpoint, apply_compile
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
+from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.experts.routed_tokens import routed_tokens
 from hetmesh.parallel.experts.shard_experts import apply_expert_parallel, apply_expert_sharding

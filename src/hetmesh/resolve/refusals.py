@@ -9,7 +9,7 @@ from hetmesh.cost import Profile, load_machine
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter
-from hetmesh.parallel.blocks import unknown_backend
+from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import token_axes
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import LRScheduler, Module, Optimizer, ScheduleKeys, Training

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetmesh.attention.in_models import with_tensors
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.boundary.accelerator import Accelerator, Event, Stream
 from hetmesh.graph import Stage
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hetmesh.schedule.bubble_fill import bubble_fill
 from hetmesh.schedule.interleaved import interleaved
-from hetmesh.schedule.one_f_one_b import one_f_one_b, three_phase, zero_bubble
+from hetmesh.schedule.one_f_one_b import one_f_one_b, zero_bubble
 from hetmesh.schedule.schedule import (
     Action,
     Kind,
@@ -16,6 +16,7 @@ from hetmesh.schedule.schedule import (
     validate,
 )
 from hetmesh.schedule.sequential import sequential
+from hetmesh.schedule.three_phase import three_phase
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.

@@ -1,6 +1,5 @@
-"""1F1B over the module DAG (Narayanan et al., "PipeDream", arXiv 1806.03377; its flush variant as in Megatron-LM), zero
-bubble: the same with the backward split into the part that others wait for and the part that can fill gaps, and three
-phases for colocated modules: encoders forward, the LLM's pipeline by 1F1B, encoders backward."""
+"""1F1B over the module DAG (Narayanan et al., "PipeDream", arXiv 1806.03377; its flush variant as in Megatron-LM), and
+zero bubble: the same with the backward split into the part that others wait for and the part that can fill gaps."""
 
 from __future__ import annotations
 
@@ -8,17 +7,7 @@ from functools import lru_cache
 
 from hetmesh.graph import Routes, Stage, StageGraph
 from hetmesh.schedule.list_schedule import capped_stages, caps_by_distance, list_schedule, nominal
-from hetmesh.schedule.schedule import (
-    DEFAULT,
-    NO_STAGES,
-    Action,
-    Kind,
-    PolicyOptions,
-    Schedule,
-    peaks_in_flight,
-    schedule_of,
-    splittable,
-)
+from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, PolicyOptions, Schedule, schedule_of, splittable
 from hetmesh.schedule.sequential import one_by_one
 
 
@@ -56,40 +45,3 @@ def by_caps(stages: StageGraph, routes: Routes, training: bool, split: frozenset
     groups = capped_stages(reversed(stages.stages), stages, routes, steps, caps, split)
     order = list_schedule(stages, routes, groups, nominal(stages, routes, split), split)
     return schedule_of(order, stages, routes, training, caps, split)
-
-
-@lru_cache(maxsize=64)
-def three_phase(
-    stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
-) -> Schedule:
-    """A validated schedule in windows of microbatches of the sink, each in three phases (NVIDIA, arXiv 2605.27678,
-    section 4): what it needs of all other modules forward; 1F1B over the stages of the sink's module; all other modules
-    backward.
-
-    An encoder whose ranks are spread over the LLM's pipeline stages needs all of them at a time, while 1F1B staggers
-    them: side by side they would wait for each other in every microbatch. The price is that the encoders' activations
-    of a whole window stay alive, unless they are recomputed or offloaded. The LLM's gradients are reduced while the
-    encoders run their last backwards.
-    """
-    routes = Routes.of(stages, microbatches)
-    steps = one_by_one(stages, routes, training)
-    window = min(options.window or len(steps), max(len(steps), 1))
-    sink = stages.of_module(stages.sink.module)
-    others = tuple(s for s in stages.stages if s not in sink)
-    caps = {s: n for s, n in caps_by_distance(stages, routes, steps).items() if s in sink}
-    order: list[Action] = []
-    for first in range(0, len(steps), window):
-        some = steps[first : first + window]
-        phases = [
-            capped_stages(others, stages, routes, some, None, kinds=[Kind.FORWARD]),
-            capped_stages(reversed(sink), stages, routes, some, caps),
-            capped_stages(reversed(others), stages, routes, some, None, kinds=[Kind.BACKWARD]),
-        ]
-        for groups in phases:
-            order += list_schedule(stages, routes, groups, nominal(stages, routes), given=order)
-    recomputed = frozenset(others) & stages.backward_stages if training else NO_STAGES
-    held = peaks_in_flight(order, stages, routes, training)
-    in_flight = caps | {s: max(window, held[s]) for s in others}
-    kept = {"recompute": options.recompute, "offload": options.offload}
-    flags = {name: recomputed for name, wanted in kept.items() if wanted}
-    return schedule_of(order, stages, routes, training, in_flight, **flags)

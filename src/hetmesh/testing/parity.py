@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hetmesh.attention.in_models import PackedRows
+from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks

@@ -15,7 +15,7 @@ from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import Sample
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.models.adapter import Adapter
-from hetmesh.models.collate import lane_batch
+from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
 
 

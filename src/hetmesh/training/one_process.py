@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh.attention.in_models import with_tensors
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BalanceOptions, plan_batch
 from hetmesh.checkpoint.initial_load import KEY, check_initial_weights
 from hetmesh.checkpoint.saved_run import SavedRun

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.policies.auto import auto
 from hetmesh.balance.policies.baselines import buckets, by_length, lpt, none
-from hetmesh.balance.policies.published import disttrain, entrain
+from hetmesh.balance.policies.disttrain import disttrain
+from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.two_dim import two_dim
 
 Policy = Callable[[BatchLoads, Slots], Assignment]

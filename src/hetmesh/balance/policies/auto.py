@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.imbalance import spread
 from hetmesh.balance.policies.baselines import buckets, by_length, none
-from hetmesh.balance.policies.published import entrain
+from hetmesh.balance.policies.entrain import entrain
 from hetmesh.balance.policies.two_dim import arranged, balanced
 from hetmesh.balance.step_lengths import Score, pipeline_score
 from hetmesh.balance.window_counts import fewer_windows, free_windows, no_larger, with_windows

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hetmesh.attention.in_models import attention_of, use_in
+from hetmesh.attention.in_transformers import use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta

@@ -19,7 +19,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Abilities, AdapterRequest
 from hetmesh.models.config_keys import hf, positive_int
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.dense_llms import derived_sizes
+from hetmesh.models.named.qwen3 import derived_sizes
 from hetmesh.parallel.experts.block import ExpertLayers
 
 HALVES: Mapping[str, tuple[int, int]] = MappingProxyType({"experts.gate_up_proj": (1, 2)})

@@ -1,9 +1,9 @@
-"""Qwen3-VL's LLMs (transformers' Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes, and
-DeepStack features (arXiv:2406.04334), which decoders of transformers add to image tokens after their first layers."""
+"""Qwen3-VL's LLMs (transformers' Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes,
+DeepStack features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,53 +16,12 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
 from hetmesh.models.config_keys import hf, positive_int
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.dense_llms import derived_sizes
+from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.qwen3 import derived_sizes
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter, expert_sizes
 from hetmesh.models.weights.model_forms import class_forms
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
-from hetmesh.parallel.stage_views import PREVIOUS
-from hetmesh.parallel.tokens import tokens_of
-
-FEATURE = "deepstack."
-"""Prefix of the names of the encoder's side outputs; the number after it is that of the decoder layer."""
-
-
-def layer_index(output: str, layers: int) -> int | None:
-    """The number of the layer after which a side output is added; None if it is not one of `layers` layers."""
-    index = output.removeprefix(FEATURE)
-    known = output.startswith(FEATURE) and index.isdigit() and int(index) < layers
-    return int(index) if known else None
-
-
-def deepstack_arguments(
-    adapter: CausalLMAdapter, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Further arguments of the decoder, from the side outputs among `inputs`; see `CausalLMAdapter.added_features`."""
-    features: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    for source, at in adapter.sources.items():
-        outputs = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
-        if not outputs:
-            continue
-        positions = tokens_of(model).locate(batch, f"positions.{at}")
-        for key, rows in outputs.items():
-            adapter.check_rows(key, at, rows, positions, hidden.shape[-1])
-            features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))
-    if not features:
-        return {}
-    adapter.decoder_of(model)._deepstack_process = _added
-    return {"deepstack_visual_embeds": [features.get(i, ()) for i in range(1 + max(features))]}
-
-
-def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Replaces the decoder's own method, whose boolean mask makes the host wait for the device to count its tokens.
-    `features`: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
-    stages."""
-    flat = hidden.flatten(0, 1)
-    for positions, rows in features:
-        flat = flat.index_add(0, positions, rows.to(flat.dtype))
-    return flat.view(hidden.shape)
-
 
 TIED = "tie_word_embeddings"
 

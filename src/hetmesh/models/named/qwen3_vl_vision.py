@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hetmesh.attention.in_models import WHOLE, attention_of, use_in
+from hetmesh.attention.in_transformers import WHOLE, use_in
+from hetmesh.attention.packed_rows import attention_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals

@@ -16,11 +16,11 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
-from hetmesh.models.named.qwen3_vl_text import FEATURE
+from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
-from hetmesh.models.split.part_plans import repeated_blocks, tower_blocks, tower_plan
 from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
 from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
 

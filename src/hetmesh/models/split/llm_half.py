@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hetmesh.attention.in_models import use_in
+from hetmesh.attention.in_transformers import use_in
 from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
@@ -18,11 +18,12 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.named.qwen3_vl_text import deepstack_arguments, layer_index
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
-from hetmesh.models.split.part_plans import TextPlan, repeated_blocks, text_plan
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
+from hetmesh.models.split.text_plan import TextPlan, text_plan
+from hetmesh.models.split.tower_plan import repeated_blocks
 from hetmesh.models.split.whole_model import LLM, PartAdapter, WholeModel, whole_model
 from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.pretrained import Pretrained

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hetmesh.attention.in_models import with_tensors
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, AdapterDefaults, SampleLike

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import TorchDispatchMode, has_gradient_hooks
 from hetmesh.attention.context_attention import ContextAttention
-from hetmesh.attention.in_models import PackedRows
+from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.context import causal, join
 from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.collate import pack_tokens
+from hetmesh.models.packing import pack_tokens
 from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
 from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching

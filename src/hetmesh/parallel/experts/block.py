@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hetmesh._torch_compat import grouped_mm, not_compiled
 from hetmesh.balance.place_experts import Placement
-from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens, balance_terms, choices_per_sample, inject
+from hetmesh.parallel.experts.load_balancing import balance_terms, choices_per_sample, inject
+from hetmesh.parallel.experts.routed_tokens import LaneSamples, RoutedTokens
 from hetmesh.parallel.experts.token_exchange import (
     ExpertRanks,
     RoutedCounts,

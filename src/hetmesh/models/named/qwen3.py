@@ -1,4 +1,4 @@
-"""Dense LLMs of transformers: Qwen3, and Llama 2 and 3, Vicuna and other models of Llama's architecture."""
+"""Qwen3 LLM (transformers' Qwen3ForCausalLM)."""
 
 from __future__ import annotations
 
@@ -37,19 +37,3 @@ def derived_sizes(request: AdapterRequest) -> dict[str, Any]:
     if len(sizes) == 2:
         derived["head_dim"] = sizes["hidden_size"] // sizes["num_attention_heads"]
     return derived
-
-
-class LlamaAdapter(CausalLMAdapter):
-    """Llama: grouped-query attention, gated MLP."""
-
-    @classmethod
-    def make(cls, request: AdapterRequest) -> CausalLMAdapter:
-        """The adapter of a recipe's module.
-
-        `num_key_value_heads` is `num_attention_heads` and `intermediate_size` 3 x `hidden_size` unless given; the rest
-        are transformers' defaults.
-        """
-        derived: dict[str, Any] = {}
-        if "hidden_size" in request.config:
-            derived["intermediate_size"] = 3 * positive_int(request, "hidden_size", request.config["hidden_size"])
-        return cls.make_from(request, hf("LlamaConfig"), hf("LlamaForCausalLM"), derived)

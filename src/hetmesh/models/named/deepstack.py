@@ -1,0 +1,52 @@
+"""DeepStack features (arXiv:2406.04334) as arguments of transformers' decoders, which add them to image tokens after
+their first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hetmesh.models.named.causal_lm import CausalLMAdapter
+from hetmesh.parallel.stage_views import PREVIOUS
+from hetmesh.parallel.tokens import tokens_of
+
+FEATURE = "deepstack."
+"""Prefix of the names of the encoder's side outputs; the number after it is that of the decoder layer."""
+
+
+def layer_index(output: str, layers: int) -> int | None:
+    """The number of the layer after which a side output is added; None if it is not one of `layers` layers."""
+    index = output.removeprefix(FEATURE)
+    known = output.startswith(FEATURE) and index.isdigit() and int(index) < layers
+    return int(index) if known else None
+
+
+def deepstack_arguments(
+    adapter: CausalLMAdapter, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Further arguments of the decoder, from the side outputs among `inputs`; see `CausalLMAdapter.added_features`."""
+    features: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for source, at in adapter.sources.items():
+        outputs = {k: rows for k, rows in inputs.items() if k != PREVIOUS and k.startswith(f"{source}.{FEATURE}")}
+        if not outputs:
+            continue
+        positions = tokens_of(model).locate(batch, f"positions.{at}")
+        for key, rows in outputs.items():
+            adapter.check_rows(key, at, rows, positions, hidden.shape[-1])
+            features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))
+    if not features:
+        return {}
+    adapter.decoder_of(model)._deepstack_process = _added
+    return {"deepstack_visual_embeds": [features.get(i, ()) for i in range(1 + max(features))]}
+
+
+def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Replaces the decoder's own method, whose boolean mask makes the host wait for the device to count its tokens.
+    `features`: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
+    stages."""
+    flat = hidden.flatten(0, 1)
+    for positions, rows in features:
+        flat = flat.index_add(0, positions, rows.to(flat.dtype))
+    return flat.view(hidden.shape)

@@ -1,0 +1,96 @@
+"""The tensor parallel plan of a decoder: its config's own, without what hetmesh has no style for, else by names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import nn
+
+from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
+from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching, within
+
+NORMS = ("q_norm", "k_norm")
+"""Norms of single heads, which work on a rank's heads where the attention is split."""
+
+
+@dataclass(frozen=True)
+class TextPlan:
+    """How a decoder is split.
+
+    Attributes:
+        token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where a layer has no
+            attention that is split, as whatever it has instead would see a share of the tokens alone.
+    """
+
+    plan: Mapping[str, str]
+    sizes: Mapping[str, int]
+    token_sharded: tuple[str, ...]
+
+
+def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
+    """The plan of the decoder inside `module`, the LLM without weights."""
+    config, decoder = whole.text_config, whole.decoder
+    own = {f"{decoder}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
+    own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
+    # Some plans name no layer at all: Qwen3-VL's of transformers 5.24 has the embedding alone.
+    plan = _with_norms(_known(own, module), module) or _by_names(module, decoder)
+    if whole.model.get_output_embeddings().weight is not whole.model.get_input_embeddings().weight:
+        head = (whole.model_class._tp_plan or {}).get(whole.head)
+        if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
+            head = "colwise_gather_output"  # many models of transformers leave it out
+        plan |= {whole.head: head} if head in STYLES else {}
+    sizes = {
+        key: getattr(config, key)
+        for key in ("num_attention_heads", "num_key_value_heads")
+        if getattr(config, key, None)
+    }
+    rows = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "rowwise"}
+    attention = {m for r in rows if "attn" in r or "attention" in r for m in matching(module, r)}
+    blocks = [name for name in repeated_blocks(module) if name.startswith(f"{decoder}.")]
+    everywhere = blocks and all(any(within(holder, block) for holder in attention) for block in blocks)
+    children = [name for name, child in module.get_submodule(decoder).named_children() if list(child.parameters())]
+    shared = tuple(f"{decoder}.{name}" for name in children if f"{decoder}.{name}" != whole.embedding)
+    return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if everywhere else ())
+
+
+def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """The plan without the groups of which one style is not hetmesh's, or does not suit its module."""
+    unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
+    holders = {pattern.rpartition(".")[0] for pattern in unknown}
+    return {
+        pattern: style
+        for pattern, style in plan.items()
+        if not any(pattern.startswith(f"{holder}.") for holder in holders)
+    }
+
+
+def _with_norms(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """The plan with the norms of single heads, of which a plan of transformers may be silent (Qwen3-VL-MoE's): a rank
+    with some of the heads has a part of their gradient."""
+    found = dict(plan)
+    for pattern, style in plan.items():
+        holder, _, last = pattern.rpartition(".")
+        for norm in NORMS:
+            its = f"{holder}.{norm}"
+            if style == "colwise" and last == f"{norm[0]}_proj" and matching(module, its):
+                found.setdefault(its, GRAD_ALLREDUCE)
+    return found
+
+
+def _suits(pattern: str, style: str, module: nn.Module) -> bool:
+    return style == GRAD_ALLREDUCE or all(
+        type(module.get_submodule(name)) is nn.Linear for name in matching(module, pattern)
+    )
+
+
+def _by_names(module: nn.Module, decoder: str) -> dict[str, str]:
+    plan: dict[str, str] = {}
+    for name, part in module.get_submodule(decoder).named_modules():
+        if (group := linear_group(part)) is not None:
+            holder = layer_pattern(f"{decoder}.{name}")
+            plan |= group_plan(holder, *group)
+            plan |= {f"{holder}.{norm}": GRAD_ALLREDUCE for norm, _ in part.named_children() if norm in NORMS}
+    return plan
