@@ -108,6 +108,7 @@ def _hashes(path: str) -> set[str]:
     return {_hash(file.read_bytes(), file.suffix) for file in files}
 
 
+@functools.cache
 def _hash(content: bytes, suffix: str) -> str:
     code = _code(content.decode()).encode() if suffix == ".py" else content
     return hashlib.sha1(code, usedforsecurity=False).hexdigest()[:LENGTH]

@@ -70,7 +70,13 @@ def save_and_resume(rank, recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mode"), [("digits", "disabled"), ("digits_colocated", "disabled"), ("digits_overlapping", "async")]
+    ("name", "mode"),
+    [
+        ("digits", "disabled"),
+        # colocated: as in `test_checkpoint_pairs.py`, which compares whole checkpoints of such layouts, too
+        pytest.param("digits_colocated", "disabled", marks=pytest.mark.exhaustive),
+        ("digits_overlapping", "async"),
+    ],
 )
 def test_everything_is_saved_and_comes_back_to_the_last_bit(pool4, tmp_path, name, mode):
     recipe = small(name, tmp_path, "--checkpoint.async_mode", mode)

@@ -53,6 +53,7 @@ def test_e2_on_stationary_data_what_is_certified_parts_ranks_as_other_samples_do
     assert (others == found.split).all(1).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_e2_drifting_data_are_refused_and_what_drifts_is_named():
     """By chance some drift is missed (34 of 1,000 runs), or seen where there is none (9 of 1,000; `DRIFT_ALPHA`)."""
     seeds = range(200)

@@ -54,9 +54,17 @@ def shown(folder, capsys):
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a run, with its page."""
     pytest.importorskip("matplotlib")
-    text = shown(write_run(tmp_path, RECIPES / "digits_moe.toml"), capsys)
+    folder = write_run(tmp_path_factory.mktemp("run"), RECIPES / "digits_moe.toml")
+    assert main(["report", str(folder)]) == 0
+    return folder
+
+
+def test_a_page_has_every_part_and_needs_nothing_else(folder):
+    text = (folder / "report.html").read_text(encoding="utf-8")
     outline = Outline(text)
     names = ("Loss", "Throughput", "Where the time went", "A recorded step", "Load balance", "Experts")
     for name in (*names, "Layout", "Answers", "Boundaries", "Memory", "Data", "The run", "Recipe", "What to change"):
@@ -80,17 +88,16 @@ def test_a_page_has_every_part_and_needs_nothing_else(tmp_path, capsys):
     assert "finished: 30 steps in 43 s" in text
     assert "<pre>  ##\n  @@  \nQ: llm</pre>" in text
     assert "pack_samples = true" in text  # the recipe
-    assert main(["report", str(tmp_path), "--no-html", "--html", "x"]) == 2
+    assert main(["report", str(folder), "--no-html", "--html", "x"]) == 2
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'$x_$\x00\u202e"
 
 
-def test_texts_of_a_run_are_no_markup(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    plain = Outline(shown(write_run(tmp_path / "plain", RECIPES / "digits_single.toml", steps=2), capsys))
-    folder = write_run(tmp_path / "<b>bold", RECIPES / "digits_single.toml", steps=2, name=HOSTILE, description=HOSTILE)
-    text = shown(folder, capsys)
+def test_texts_of_a_run_are_no_markup(folder, tmp_path, capsys):
+    plain = Outline((folder / "report.html").read_text(encoding="utf-8"))
+    hostile = write_run(tmp_path / "<b>bold", RECIPES / "digits_moe.toml", name=HOSTILE, description=HOSTILE)
+    text = shown(hostile, capsys)
     found = Outline(text)
     assert found.tags.count("img") == len(found.svgs) / 2
     assert "onerror" not in re.sub(r"&lt;img src=x onerror", "", text)

@@ -1,4 +1,4 @@
-"""Uneven shares: whole microbatches of an encoder for one of its lanes each."""
+"""Which modules go along with another one, which lanes share ranks, and which lane takes which whole microbatches."""
 
 from dataclasses import replace
 
@@ -7,10 +7,14 @@ import pytest
 from hypothesis import given
 
 from hetmesh.balance import POLICIES, BalanceOptions, plan_batch
-from hetmesh.balance.co_located import deal_microbatches, pipelines
+from hetmesh.balance.co_located import deal_microbatches, lane_affinity, leaders, pipelines
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
+
+DP = MeshSpec.make(range(4), dp_replicate=4)
+DP_TP = MeshSpec.make(range(4), dp_replicate=2, tp=2)
+OTHERS = MeshSpec.make([4, 5], dp_replicate=2)
 
 
 def graph(**encoder):
@@ -79,3 +83,48 @@ def test_what_cannot_be_shared_out_is_an_error():
     capped = BalanceOptions("auto", max_tokens={"vision": 9}, microbatch_shares={"vision": (5, 3)})
     with pytest.raises(GraphError, match="'vision' would take"):
         plan_batch(graph(dp_replicate=4, tp=2), samples(32), 4, capped)
+
+
+@pytest.mark.parametrize(
+    ("vision", "projector", "led"),
+    [
+        (DP, DP_TP, {"vision": "vision", "projector": "llm", "llm": "llm"}),
+        (DP, DP, {"vision": "vision", "projector": "vision", "llm": "llm"}),
+        (DP_TP, DP_TP, {"vision": "llm", "projector": "llm", "llm": "llm"}),
+        (DP, OTHERS, {"vision": "vision", "projector": "projector", "llm": "llm"}),
+    ],
+)
+def test_modules_of_one_mesh_go_together(vision, projector, led):
+    graph = ModuleGraph(
+        (
+            ModuleSpec("vision", vision, features=4, media="image"),
+            ModuleSpec("projector", projector, features=4),
+            ModuleSpec("llm", DP_TP),
+        ),
+        (BoundarySpec("vision", "projector", None), BoundarySpec("projector", "llm", "image")),
+    )
+    assert leaders(graph) == led
+
+
+def test_lanes_that_share_ranks():
+    permuted = MeshSpec.make([3, 0, 2, 1], dp_replicate=4)
+    llm = ModuleSpec("llm", DP_TP)  # lanes of ranks 0-1 and 2-3
+    assert lane_affinity(ModuleSpec("vision", DP), llm).tolist() == [[1, 0], [1, 0], [0, 1], [0, 1]]
+    assert lane_affinity(ModuleSpec("vision", permuted), llm).tolist() == [[0, 1], [1, 0], [0, 1], [1, 0]]
+    assert lane_affinity(ModuleSpec("vision", OTHERS), llm) is None
+
+
+def test_what_one_of_several_consumers_shares_with_its_producer():
+    graph = ModuleGraph(
+        (
+            ModuleSpec("vision", DP, features=4, media="image"),
+            ModuleSpec("projector", DP, features=4),
+            ModuleSpec("llm", DP_TP),
+        ),
+        (
+            BoundarySpec("vision", "projector", None),
+            BoundarySpec("vision", "llm", "thumbnail"),
+            BoundarySpec("projector", "llm", "image"),
+        ),
+    )
+    assert leaders(graph) == {"vision": "vision", "projector": "vision", "llm": "llm"}
