@@ -104,6 +104,8 @@ class RunCheckpoints:
             CheckpointError: it cannot be read, nor can directories that checkpoints refer to, or these have changed.
         """
         job, recipe, keys = self.job, self.job.recipe, self.job.recipe.checkpoint
+        if not keys.enable and not keys.initial_load_path:
+            return Progress(0)
         path = self.checkpointer.folder / f"step-{step}"
         own = referenced(recipe) if keys.enable else ()
         with self.checkpointer.patience():
