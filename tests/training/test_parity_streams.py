@@ -31,7 +31,7 @@ def on_streams(rank, case, steps, fault=None):
 
 def take_without_waiting(self, stage, microbatch):
     self.prepare()
-    return self._copied.pop((stage, microbatch)).batch
+    return self._copied.pop((stage, microbatch))[0]
 
 
 @pytest.mark.slow
