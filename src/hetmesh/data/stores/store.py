@@ -121,9 +121,11 @@ class FileSpan:
     def read(self) -> bytes:
         """All of it."""
         length = self.length
-        with self.path.open("rb") as file:
+        with self.path.open("rb", buffering=0) as file:  # a buffer would be filled, also for a short text
             file.seek(self.offset)
-            data = file.read(length)
+            data = file.read(length) or b""
+            while len(data) < length and (more := file.read(length - len(data))):
+                data += more
         if len(data) < length:
             raise OSError(f"{self.path} ends after {self.offset + len(data)} bytes, need {self.offset + length}")
         return data
