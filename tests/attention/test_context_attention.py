@@ -165,6 +165,7 @@ def test_what_does_not_fit_is_refused():
         ContextAttention(causal(10), fetch="ring")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_two_processes(pool):
     cases = [random_case(seed, 2) for seed in range(16)]

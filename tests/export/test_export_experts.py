@@ -74,7 +74,9 @@ def test_what_was_trained_on_shards_is_what_one_process_trains_and_exports(pool4
     assert all(torch.allclose(one[key], four[key], rtol=0, atol=1e-12) for key in one)
 
 
-@pytest.mark.parametrize("layout", [FSDP, TP_AND_PP], ids=["FSDP", "TP and PP"])
+@pytest.mark.parametrize(
+    "layout", [FSDP, pytest.param(TP_AND_PP, marks=pytest.mark.exhaustive)], ids=["FSDP", "TP and PP"]
+)
 def test_experts_that_ranks_have_all_of_or_shards_train_as_transformers_does(pool4, tmp_path, layout):
     given = parse_recipe(tiny_vlms.recipe_text(transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path)), layout))
     compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)

@@ -14,7 +14,7 @@ from hetmesh.cli import generate
 from hetmesh.data.answers import Continued, answer_start, end_tokens
 from hetmesh.data.digits import DigitsSource, data_set, read_digit
 from hetmesh.data.source import PromptSource
-from hetmesh.errors import RecipeError, SampleError
+from hetmesh.errors import SampleError, UsageError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.inference.generate import answer_tokens
 from hetmesh.models.split.encoder_half import load_whole
@@ -152,7 +152,7 @@ def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch
     asked = Namespace(question="add 1+1", media=None)
     model = SimpleNamespace(resolved=SimpleNamespace(source=DigitsSource("validation"), recipe=None))
     monkeypatch.setattr(generate, "_tokens", lambda *_: model.resolved.source.end_ids)
-    with pytest.raises(RecipeError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE"):
+    with pytest.raises(UsageError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE"):
         list(generate._asked(model, asked))
 
 

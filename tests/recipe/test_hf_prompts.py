@@ -212,13 +212,13 @@ def test_processors_of_families_are_those_of_transformers():
             "mistral3",
             None,
             TEMPLATE,
-            r"\[IMG_BREAK\] behind every line.*write the whole form.*with '<image>' for an item",
+            r"\[IMG_BREAK\] after every line.*write the whole form.*with '<image>' for an item",
         ),
         ("llava", "PixtralProcessor", TEMPLATE, r"PixtralProcessor \(model_type 'llava'\): it writes \[IMG_BREAK\]"),
         ("aya_vision", "AyaVisionProcessor", TEMPLATE, r"does not know what it writes around an item; write"),
         ("new", None, TEMPLATE, r"transformers' processor \(model_type 'new'\): hetmesh does not know"),
         ("llava", None, "", r"there is no chat template in the directory; write the whole form of a conversation"),
-        ("paligemma", None, TEMPLATE, r"it has a form of its own, and there is a chat template in the directory"),
+        ("paligemma", None, TEMPLATE, r"it has its own form, and there is a chat template in the directory"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_unless_the_recipe_has_a_form(tmp_path, model, processor, template, says):

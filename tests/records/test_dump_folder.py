@@ -114,6 +114,7 @@ def no_locks(*_):
 @pytest.mark.parametrize("locks", [True, False])
 def test_two_runs_at_once_do_not_share_a_folder(world, tmp_path, monkeypatch, locks):
     """With a file system's locks or, of one machine, without them."""
+    monkeypatch.setattr("hetmesh.records.dump_folder._ENDING_S", 0.2)  # how long an ending run is waited for
     if not locks:
         monkeypatch.setattr("fcntl.flock", no_locks)
     first, second = (claim_folder(recipe(tmp_path / "digits"), world) for _ in range(2))

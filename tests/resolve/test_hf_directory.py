@@ -45,6 +45,7 @@ steps = 2
     return file
 
 
+@pytest.mark.exhaustive  # test_starter.py trains one by default
 @pytest.mark.slow
 def test_a_directory_and_a_folder_of_images_train(recipe, capsys):
     resolved = resolve(load_recipe(recipe))

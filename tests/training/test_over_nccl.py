@@ -23,7 +23,6 @@ OFTEN = {
     "digits_cp_pp": "three_phase; fetches of context parallelism, pipeline, tensor parallelism",
     "digits_interleaved": "interleaved; edges of the same ranks in both directions",
     "digits_bubble_fill": "bubble_fill; a colocated encoder",
-    "digits_qwen3vl": "side outputs",
     "digits_moe": "tokens that go to experts on other ranks",
 }
 SMALL_8B = (
