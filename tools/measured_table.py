@@ -268,7 +268,7 @@ FRONT = (
         "python tools/bench.py overhead",
     ),
     Row(
-        "boundaries, 8 CPU processes on one host: bytes over the least possible; time over bare gloo messages of the "
+        "boundaries, 8 CPU processes on one host: bytes over the least possible; time through shared memory over bare gloo messages of the "
         "same bytes, worst case of 16 MiB",
         "boundary",
         "{:.2f}; {:.2f}",
