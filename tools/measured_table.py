@@ -268,8 +268,8 @@ FRONT = (
         "python tools/bench.py overhead",
     ),
     Row(
-        "boundaries, 8 CPU processes on one host: bytes over the least possible; time through shared memory over bare gloo messages of the "
-        "same bytes, worst case of 16 MiB",
+        "boundaries, 8 CPU processes on one host: bytes over the least possible; time through shared memory over bare "
+        "gloo messages of the same bytes, worst case of 16 MiB",
         "boundary",
         "{:.2f}; {:.2f}",
         ("max_bytes_over_bound", "max_time_ratio_vs_bare"),
