@@ -62,8 +62,6 @@ def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refu
         hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
         why = adapter.abilities.because("token_sharded")
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
-    elif recipe.modules[name].lora is not None:
-        refusals.add(f"{key}: not together with modules.{name}.lora")
 
 
 def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
