@@ -255,6 +255,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "assignment": lambda r: any(t.context_parallel_assignment for t in r.parallelism.modules.values()),
     "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.sink),
     "frozen LLM": lambda r: not r.modules[r.sink].trainable,
+    "frozen by name": lambda r: any(not isinstance(m.trainable, bool) for m in r.modules.values()),
     "LoRA": lambda r: any(m.lora is not None for m in r.modules.values()),
     "LoRA dropout": lambda r: any(m.lora is not None and m.lora.dropout > 0 for m in r.modules.values()),
     "hidden dropout": lambda r: any(m.config.get("dropout") for m in r.modules.values()),

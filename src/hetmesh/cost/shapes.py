@@ -168,6 +168,13 @@ class ModuleShape(HashedOnce):
         """Every parameter once."""
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
 
+    @cached_property
+    def frozen_layers(self) -> frozenset[str]:
+        """Layers without a trainable parameter; none where something is trained that belongs to no layer, and so may
+        be used before any."""
+        trained = {layer.name for layer in self.layers if layer.trainable}
+        return frozenset() if "" in trained else frozenset(layer.name for layer in self.layers) - trained - {""}
+
     @property
     def has_experts(self) -> bool:
         """Whether it has stacks of experts whose products are counted."""

@@ -7,6 +7,7 @@ taken is in `hetmesh.recipe.torchtitan_keys`.
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -54,10 +55,31 @@ def within(value: str) -> str:
     return value
 
 
+def regular_expression(value: str) -> str:
+    """A pattern that is searched in names of parameters. Raises ValueError: it is none."""
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"{value!r} is no regular expression: {error}") from None
+    return value
+
+
+def parse_trainable(value: Any) -> Any:
+    """True, False, or patterns of parameter names. Raises ValueError: it is none of these."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, tuple) or not value or not all(isinstance(pattern, str) for pattern in value):
+        raise ValueError("should be true, false, or a list of patterns of parameter names")
+    for pattern in value:
+        regular_expression(pattern.removeprefix("!"))
+    return value
+
+
 FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
 """A free table: its keys are checked by whoever it configures."""
 
 Ranks = Annotated[tuple[int, ...] | None, BeforeValidator(parse_ranks)]
+Trainable = Annotated[bool | tuple[str, ...], BeforeValidator(parse_trainable)]
 
 Size = Annotated[int, Field(ge=1)]
 Shares = Annotated[tuple[Size, ...], Field(min_length=1)]
@@ -129,7 +151,9 @@ class Module(NamesCode):
     there. `media` is the kind of media an encoder reads; where absent, the one placeholder of its rows. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
+    `[training]`. `trainable` may be a list of regular expressions that are searched in the names of the module's
+    parameters: those that match are trained, or, with a `!` in front, all others. `attention_mask` is what tokens of
+    the LLM see of each other (`hetmesh.context.masks.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"
@@ -137,7 +161,7 @@ class Module(NamesCode):
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
     initial_load_path: Annotated[str, Field(min_length=1)] | None = None  # a Hugging Face directory; None: random
-    trainable: bool = True  # false: no gradient, no optimizer state, no backward
+    trainable: Trainable = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
     activation_checkpoint: CheckpointMode | None = None
     mixed_precision_param: ComputeDtype | None = None

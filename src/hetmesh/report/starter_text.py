@@ -19,7 +19,7 @@ COMMENTS: Mapping[str, str] = {
     "job.dump_folder": "metrics, checkpoints and a copy of this recipe; every run takes a folder of its own",
     "model.hf_path": "stands for modules, tokenizer, processor and placeholders: `hetmesh check` prints them",
     "modules.*.activation_checkpoint": "none, or full: computes blocks again in the backward, which saves memory",
-    "modules.*.trainable": "false: frozen",
+    "modules.*.trainable": "false: frozen; a list: of regular expressions, which find the names of what is trained",
     "modules.*.lr": "in place of that of [optimizer]",
     "parallelism.pipeline_parallel_schedule": "or 1F1B, Interleaved1F1B, zero_bubble, three_phase, bubble_fill",
     "parallelism.*.ranks": "processes; with GPUs, one each",

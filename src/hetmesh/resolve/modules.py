@@ -17,6 +17,7 @@ from hetmesh.models import (
     add_lora,
     build_deferred,
     build_empty,
+    freeze_by_name,
     load_weights,
     lora_plan,
     pretrained_of,
@@ -51,6 +52,8 @@ def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool 
             deferred.extend(name, seed, partial(add_lora, module, options.lora, name, seed, adapter.layers()))
     elif not options.trainable:
         module.requires_grad_(False)
+    elif not isinstance(options.trainable, bool):
+        freeze_by_name(module, options.trainable, f"modules.{name}.trainable")
     return deferred
 
 

@@ -127,6 +127,12 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
 
 def _freezing(modules: Mapping[str, Module], refusals: Refusals) -> None:
     """What nothing is trained by: options of frozen modules, adapters in them, a model of nothing else."""
+    for name, module in modules.items():
+        if not isinstance(module.trainable, bool) and module.lora is not None:
+            refusals.add(
+                f"modules.{name}.trainable = {list(module.trainable)}, but with modules.{name}.lora only adapters are "
+                "trained; leave out one of them"
+            )
     frozen = [name for name, module in modules.items() if not module.trainable]
     for name in frozen:
         module = modules[name]
