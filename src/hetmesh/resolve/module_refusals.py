@@ -169,7 +169,7 @@ def _built(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module, refus
     frozen = not any(p.requires_grad for p in parameters)  # the graph would send gradients back for nothing
     if own.trainable and own.lora is None and frozen and (encoder or parameters):
         given, remedy = "true", "let the class leave something to train"
-        if own.trainable is not True:
+        if not isinstance(own.trainable, bool):
             given, remedy = f"{list(own.trainable)}", "choose something to train"
         refusals.add(
             f"modules.{name}.trainable = {given}, but {type(module).__name__} has no parameter with requires_grad = "
