@@ -212,7 +212,9 @@ OF_RUNS: Mapping[str, Callable[[Recipe], bool]] = {
     "timeline": lambda r: r.profiling.timeline and "timeline" in r.profiling.model_fields_set,
     "held-out samples": lambda r: r.validation.samples is not None,
     "free running": lambda r: r.validation.free_running > 0,
-    "Adam": lambda r: r.optimizer.name != "SGD" and "lr" in r.optimizer.model_fields_set,
+    "Adam": lambda r: r.optimizer.name in ("AdamW", "Adam") and "lr" in r.optimizer.model_fields_set,
+    "optimizers by class": lambda r: ":" in r.optimizer.name,
+    "several optimizers": lambda r: bool(r.optimizer.param_groups),
     "SGD": lambda r: r.optimizer.name == "SGD",
 }
 """Features of whole runs -> whether a recipe uses them."""

@@ -43,7 +43,7 @@ COMMENTS: Mapping[str, str] = {
     "training.max_norm": "of the gradient over all modules; 0 does not clip",
     "training.mixed_precision_param": "what is computed in; parameters and optimizer state stay in float32",
     "optimizer.lr": "of all modules; [modules.<name>] lr is one of its own",
-    "optimizer.name": "AdamW, Adam or SGD",
+    "optimizer.name": 'AdamW, Adam, SGD or "package.module:Class"',
     "lr_scheduler.warmup_steps": "linear, from 0",
     "lr_scheduler.decay_type": "linear, sqrt or cosine",
     "checkpoint.enable": "the last step is always saved; the same command resumes a run that was killed",
