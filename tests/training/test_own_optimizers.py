@@ -1,13 +1,15 @@
 """Optimizers that a recipe names by their classes: alike in every layout, in checkpoints too, or refused."""
 
 import re
+from pathlib import Path
 
 import pytest
+import tomli
 import torch
 
 from hetmesh.cost.shapes import OwnOptimizer
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.section import FrozenDict
 from hetmesh.report.explain import explain
 from hetmesh.resolve.optimizer_choice import chosen_optimizer, group_of
@@ -18,6 +20,7 @@ from support import own_optimizers, parity_cases
 from support.parity_cases import table
 from support.whole_runs import run_whole
 
+ROOT = Path(__file__).parents[2]
 OWN = "support.own_optimizers"
 MUON = """
 [optimizer]
@@ -311,6 +314,14 @@ def test_experts_do_not_move_under_an_optimizer_of_whole_parameters(tmp_path):
 def test_a_table_that_is_not_right(tmp_path, given, says):
     with pytest.raises(RecipeError, match=re.escape(says)):
         recipe(tmp_path, given, ALONE)
+
+
+def test_the_example_suits_the_digits():
+    page = (ROOT / "src/hetmesh/training/README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    text = (ROOT / "recipes/digits.toml").read_text(encoding="utf-8")
+    keys = resolve(parse_recipe({**tomli.loads(text), **tomli.loads(example)})).recipe.optimizer
+    assert keys.names == ("torch.optim:Muon", "AdamW")
 
 
 def test_arguments_come_from_the_nearest_table(tmp_path):
