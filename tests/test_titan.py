@@ -14,10 +14,8 @@ def parameters(function):
 
 def optimizer(name):
     group = _titan.param_group_config()(pattern="^weight$", optimizer_name=name, optimizer_kwargs={"lr": 0.5})
-    container = _titan.optimizers_container()
-    return container(
-        container.Config(param_groups=[group], implementation="for-loop"), model_parts=[nn.Linear(2, 1, bias=False)]
-    )
+    container = _titan.optimizers_container({name: getattr(torch.optim, name)})
+    return container(container.Config(param_groups=[group]), model_parts=[nn.Linear(2, 1, bias=False)])
 
 
 def test_optimizers_container_and_param_group_config():

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-@functools.cache
-def optimizers_container() -> Any:
-    """`OptimizersContainer`, which also knows SGD."""
-    import torch
+def optimizers_container(factories: Mapping[str, Callable[..., Any]]) -> Any:
+    """`OptimizersContainer` with optimizers of its own, by the names in its groups, which have all of their options."""
     from torchtitan.components.optimizer import OptimizersContainer
 
     class Container(OptimizersContainer):
         @staticmethod
         def _resolve_optimizer_factory(name: str) -> Any:
-            return torch.optim.SGD if name == "SGD" else OptimizersContainer._resolve_optimizer_factory(name)
+            return factories[name]
+
+        @staticmethod
+        def _build_impl_kwargs(config: Any) -> dict[str, Any]:
+            return {}
 
         def _log_optimizer(self, *args: Any, **kwargs: Any) -> None:
             """Silent: torchtitan logs every group of every rank."""

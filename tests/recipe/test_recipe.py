@@ -189,7 +189,13 @@ BAD: dict[str, tuple[str, str, str]] = {
         "parallelism.llm.expert_parallel_degree = 2: it is taken out of data_parallel_replicate_degree, as "
         "data_parallel_shard_degree is 1, and must divide that: 1; valid are [1]",
     ),
-    "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be a valid boolean"),
+    "freezing": ("lr = 2e-3", "trainable = 0", "modules.llm.trainable = 0: should be true, false, or a list"),
+    "freezing by name": (
+        "lr = 2e-3",
+        "trainable = ['norm', '!(']",
+        "modules.llm.trainable = ('norm', '!('): '(' is no regular expression: missing ), unterminated subpattern",
+    ),
+    "freezing by no name": ("lr = 2e-3", "trainable = []", "modules.llm.trainable = (): should be true, false, or a"),
     "a key with another home": (
         "steps =",
         "seed = 1\nsteps =",

@@ -14,7 +14,7 @@ from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import batch_sizes
 from hetmesh.recipe.module_options import module_options
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.recipe.sections import parse_ranks
+from hetmesh.recipe.values import parse_ranks
 
 MODULES = """
 [modules]

@@ -374,6 +374,19 @@ FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=fal
         ((FROZEN[1], "--modules.projector.weight_decay=0.5"), "modules.projector.weight_decay = 0.5: the module is fr"),
         ((FROZEN[2], "--modules.llm.lora.rank=2"), "modules.llm.trainable = false, but modules.llm.lora gives it ada"),
         (
+            ("--modules.llm.lora.rank=2", '--modules.llm.trainable=["norm"]'),
+            "modules.llm.trainable = ['norm'], but with modules.llm.lora only adapters are trained; leave out one",
+        ),
+        (
+            ('--modules.vision.trainable=["nrom"]',),
+            "modules.vision.trainable = ['nrom']: 'nrom' matches the name of no parameter; there are ",
+        ),
+        (
+            ('--modules.vision.trainable=["norm", "!norm"]',),
+            "modules.vision.trainable = ['norm', '!norm'], but SiglipVisionModel has no parameter with requires_grad = "
+            "True: write trainable = false in [modules.vision], or choose something to train",
+        ),
+        (
             FROZEN,
             "modules.vision.trainable = false, modules.projector.trainable = false, modules.llm.trainable = false:",
         ),

@@ -1,5 +1,6 @@
 """Frozen modules and LoRA: parity on every placement, and nothing paid for what is frozen (U11, C3)."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,22 +9,27 @@ from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.checkpoint.initial_load import load_initial_weights
+from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
-from hetmesh.graph import Stage
+from hetmesh.graph import Stage, stage_graph
+from hetmesh.models.weights.freeze import freeze_by_name
 from hetmesh.models.weights.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing.parity import compare, reference, run
+from hetmesh.testing.parity import check, compare, reference, run
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
+from support import parity_cases
 from support.often import combinations
+from support.parity_cases import POLICIES, table
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 PLACEMENTS = ("digits", "digits_colocated", "digits_overlapping")
 WAYS = {
     "frozen encoder": ["--modules.vision.trainable=false"],
     "frozen LLM": ["--modules.llm.trainable=false"],
+    "norms": ['--modules.vision.trainable=["norm"]', '--modules.llm.trainable=["norm", "!self_attn"]'],
     "projector only": ["--modules.vision.trainable=false", "--modules.llm.trainable=false"],
     "LoRA": ["--modules.vision.trainable=false", "--modules.projector.trainable=false", "--modules.llm.lora.rank=4"],
     "LoRA in encoder and some layers": [
@@ -178,6 +184,78 @@ def test_gradients_stop_where_nothing_upstream_is_trainable():
     assert not stages.backward_reaches("vision")
     assert stages.backward_reaches("projector")
     assert Stage("vision").index == 0
+
+
+LATE = {
+    "vision": "trainable = false",
+    "projector": "trainable = false",
+    "llm": r"trainable = ['layers\.3\.', 'model\.norm']",
+}
+"""What is trained begins in the last of two stages."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_stage_before_all_that_is_trained_has_no_backward(pool4, policy):
+    fsdp = {} if policy == "zero_bubble" else {"fsdp": 2}
+    given = parity_cases.recipe(policy, table("vision", "0-1"), table("llm", "0-3", pp=2, **fsdp), **LATE)
+    stages = stage_graph(resolve(given).graph)
+    assert {stage.module for stage in stages.backward_stages} == {"llm"}
+    assert Stage("llm") not in stages.backward_stages
+    check(pool4, given, 2)
+
+
+@pytest.mark.slow
+def test_a_shared_weight_that_any_of_its_names_chooses_is_trained(pool4):
+    given = parity_cases.recipe("1f1b", table("llm", "0-1", pp=2), tied=True, llm="trainable = ['lm_head']")
+    check(pool4, given, 2)
+    truth = reference(given, 2)
+    (trained,) = [
+        name for name, gradient in truth.gradients.items() if name.startswith("llm.") and gradient is not None
+    ]
+    assert trained == "llm.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "trained"),
+    [
+        (["bias"], {"block.inner.bias", "head.bias"}),
+        (["!bias"], {"block.inner.weight", "head.weight"}),
+        (["^block", "!bias"], {"block.inner.weight"}),
+        ([r"^head\.weight$", "inner.b"], {"head.weight", "block.inner.bias"}),
+    ],
+)
+def test_patterns_choose_parameters(patterns, trained):
+    module = Tiny()
+    freeze_by_name(module, patterns, "modules.tiny.trainable")
+    assert {name for name, p in module.named_parameters() if p.requires_grad} == trained
+
+
+def test_a_pattern_trains_nothing_that_its_class_has_frozen():
+    module = Tiny()
+    module.head.requires_grad_(False)
+    freeze_by_name(module, ["weight"], "modules.tiny.trainable")
+    assert {name for name, p in module.named_parameters() if p.requires_grad} == {"block.inner.weight"}
+
+
+def test_patterns_that_match_nothing_are_named_with_what_there_is():
+    module = nn.ModuleDict({"layers": nn.ModuleList([Tiny(), Tiny()])})
+    says = (
+        "modules.tiny.trainable = ['weight', '!nrom']: '!nrom' matches the name of no parameter; there are "
+        "layers.*.block.inner.weight, layers.*.block.inner.bias, layers.*.head.weight, layers.*.head.bias"
+    )
+    with pytest.raises(RecipeError, match=f"^{re.escape(says)}$"):
+        freeze_by_name(module, ["weight", "!nrom"], "modules.tiny.trainable")
+
+
+def test_layers_count_as_trained_where_what_belongs_to_none_of_them_is():
+    layers = [
+        LayerShape(name, (WeightShape(f"{name}.w", (2, 2), 1, trained),))
+        for name, trained in (("a", False), ("b", True))
+    ]
+    rest = LayerShape("", (WeightShape("table", (2, 2), 0, True),))
+    assert ModuleShape("m", tuple(layers)).frozen_layers == {"a"}
+    assert ModuleShape("m", (rest, *layers)).frozen_layers == set()
 
 
 class Block(nn.Module):

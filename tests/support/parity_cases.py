@@ -85,6 +85,11 @@ TRAINED: dict[str, dict[str, str]] = {
     "frozen llm": {"llm": "trainable = false"},
     "projector alone": {"vision": "trainable = false", "llm": "trainable = false"},
     "lora": {"vision": "trainable = false", "llm": "lora = { rank = 2 }"},
+    "norms": {"vision": "trainable = ['norm']", "projector": "trainable = false", "llm": "trainable = ['norm']"},
+    "some layers": {
+        "vision": r"trainable = ['!embeddings', '!layers\.[01]\.']",
+        "llm": r"trainable = ['layers\.[12]\..*proj', 'layers\.3\.']",
+    },
 }
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
 

@@ -176,11 +176,7 @@ def token_assignment(draw: st.DrawFn, draft: Draft) -> None:
 def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     """Activations split over tensor parallel ranks."""
     own, module = draft.tables["parallelism"].get(SINK, {}), draft.tables["modules"][SINK]
-    whole = (
-        SINK in draft.shares_tokens
-        and "lora" not in module
-        and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
-    )
+    whole = SINK in draft.shares_tokens and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
 
@@ -196,24 +192,22 @@ def freezing(draw: st.DrawFn, draft: Draft) -> None:
             modules[name]["trainable"] = False
     blocks = [name for name in draft.modules if not modules[name]["model"].endswith(("mlp", ":Widen"))]
     for name in blocks:
-        if modules[name].get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 3):
+        if modules[name].get("trainable", True) and sometimes(draw, 3):
             modules[name]["lora"] = {"rank": draw(st.integers(1, 3))}
             names = LORA_LAYERS.get(modules[name]["model"])
             if names and sometimes(draw, 2):
                 modules[name]["lora"]["target_modules"] = draw(st.sampled_from(names))
-
-
-def _splits_tokens(draft: Draft, name: str) -> bool:
-    return draft.tables["parallelism"].get(name, {}).get("enable_sequence_parallel", False)
+        elif modules[name].get("trainable", True) and modules[name]["model"] in LORA_LAYERS and sometimes(draw, 3):
+            modules[name]["trainable"] = draw(st.sampled_from(PATTERNS))
 
 
 def dropout(draw: st.DrawFn, draft: Draft) -> None:
     """Random masks: before adapters, and on hidden states of the models that have it. More often, and with adapters of
     their own, where one process draws the same (`support.dropout_oracles`), a strict test and a rare layout."""
     alike = _draws_alike(draft)
-    for name, module in draft.tables["modules"].items():
+    for module in draft.tables["modules"].values():
         names = BEFORE_COLUMNS.get(module["model"])
-        if alike and names and module.get("trainable", True) and not _splits_tokens(draft, name) and sometimes(draw, 2):
+        if alike and names and module.get("trainable", True) is True and sometimes(draw, 2):
             module["lora"] = {"rank": draw(st.integers(1, 3)), "target_modules": draw(st.sampled_from(names))}
         if "lora" in module and sometimes(draw, 2):
             module["lora"]["dropout"] = 0.25
@@ -234,6 +228,9 @@ LORA_LAYERS = {
     "siglip": [["q_proj", "out_proj"], ["fc1"], ["fc2"]],
 }
 """Names of linear layers that may get adapters alone."""
+
+PATTERNS = [["norm"], [r"!layers\.0\."], [r"layers\.0\.", "norm"], ["q_proj|k_proj"], ["proj|fc", r"!self_attn\."]]
+"""Names of parameters that are trained alone; each matches some of any of these models."""
 
 BEFORE_COLUMNS = {
     "qwen3": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from support.recipe_draft import Draft, Table, some, sometimes
+from support.recipe_draft import SINK, Draft, Table, some, sometimes
 
 BEHIND = 3
 """Steps between the one at which a drawn run is interrupted and its last."""
@@ -17,7 +17,7 @@ def runs(draw: st.DrawFn, draft: Draft) -> None:
     training, tables = draft.table("training"), draft.tables
     training["steps"] = steps = BEHIND + draw(st.integers(1, 2))
     training["max_norm"] = draw(st.sampled_from([1.0, 0.05, 0.0]))
-    tables["optimizer"] = _optimizer(draw)
+    tables["optimizer"] = _optimizer(draw, draft)
     if sometimes(draw):
         tables["lr_scheduler"] = {"warmup_steps": draw(st.integers(1, 3))}
     _evaluation(draw, draft)
@@ -31,8 +31,19 @@ def runs(draw: st.DrawFn, draft: Draft) -> None:
         draft.table("debug")["check_replicas"] = draw(st.integers(1, 2))
 
 
-def _optimizer(draw: st.DrawFn) -> Table:
-    """Any optimizer. An eps far above its default keeps Adam smooth where gradients are rounding errors."""
+def _optimizer(draw: st.DrawFn, draft: Draft) -> Table:
+    """Any optimizer. An eps far above its default keeps it smooth where gradients are rounding errors."""
+    if sometimes(draw):
+        sink = draft.tables["modules"][SINK]
+        may_move = "moe" in sink["model"] or "initial_load_path" in sink  # experts, now or in the layout that goes on
+        name = "RMSprop" if may_move else draw(st.sampled_from(["RMSprop", "Adafactor"]))
+        options = {"eps": 0.01, "momentum": 0.5} if name == "RMSprop" else {"eps": [0.01, 0.001]}
+        table = {"name": f"torch.optim:{name}", "lr": 0.01, "options": options}
+        if sometimes(draw):  # other parameters in every model
+            table["param_groups"] = [
+                {"pattern": "weight$", "optimizer_name": "AdamW", "optimizer_kwargs": {"eps": 0.01}}
+            ]
+        return table
     name = draw(st.sampled_from(["AdamW", "Adam", "SGD"]))
     eps = {} if name == "SGD" else {"eps": 0.01}
     return {"name": name, **eps, "lr": 0.01, **some(draw, implementation=st.sampled_from(["foreach", "for-loop"]))}

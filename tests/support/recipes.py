@@ -212,7 +212,9 @@ OF_RUNS: Mapping[str, Callable[[Recipe], bool]] = {
     "timeline": lambda r: r.profiling.timeline and "timeline" in r.profiling.model_fields_set,
     "held-out samples": lambda r: r.validation.samples is not None,
     "free running": lambda r: r.validation.free_running > 0,
-    "Adam": lambda r: r.optimizer.name != "SGD" and "lr" in r.optimizer.model_fields_set,
+    "Adam": lambda r: r.optimizer.name in ("AdamW", "Adam") and "lr" in r.optimizer.model_fields_set,
+    "optimizers by class": lambda r: ":" in r.optimizer.name,
+    "several optimizers": lambda r: bool(r.optimizer.param_groups),
     "SGD": lambda r: r.optimizer.name == "SGD",
 }
 """Features of whole runs -> whether a recipe uses them."""
@@ -255,6 +257,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "assignment": lambda r: any(t.context_parallel_assignment for t in r.parallelism.modules.values()),
     "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.sink),
     "frozen LLM": lambda r: not r.modules[r.sink].trainable,
+    "frozen by name": lambda r: any(not isinstance(m.trainable, bool) for m in r.modules.values()),
     "LoRA": lambda r: any(m.lora is not None for m in r.modules.values()),
     "LoRA dropout": lambda r: any(m.lora is not None and m.lora.dropout > 0 for m in r.modules.values()),
     "hidden dropout": lambda r: any(m.config.get("dropout") for m in r.modules.values()),

@@ -17,6 +17,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import Outcome, descend
 from hetmesh.testing.precision import exact_dtypes
+from support.trained import trains
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -47,7 +48,7 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1) -> Outcome:
     declared = dict(whole.model.named_parameters())  # sinusoidal positions are not trained, which loading forgets
     for name, p in parameters.items():
         part, _, inside = name.partition(".")
-        p.requires_grad_(declared[inside].requires_grad and recipe.modules[part].trainable)
+        p.requires_grad_(declared[inside].requires_grad and trains(recipe.modules[part], inside))
 
     def step() -> float:
         drawn = next(loader)

@@ -75,7 +75,6 @@ def allowed(row):
     return not (
         size(row) > (2 if row.get("ranks") == "disjoint" else 4)
         or (row.get("experts") and row.get("packed") is False)  # experts get no padding
-        or (row.get("llm") == "SP" and row.get("trained") == "lora")  # refused
         or (row.get("schedule") == "zero_bubble" and NOT_SPLIT & {row.get(key) for key in SPLIT_FACTORS})  # refused
         or (row.get("schedule") == "bubble_fill" and row.get("ranks") == "disjoint")  # no gaps to fill
     )

@@ -191,6 +191,30 @@ def test_sequence_parallelism_with_tied_embeddings_biases_and_checkpointing(pool
     )
 
 
+ADAPTERS = {
+    "all layers": "lora = { rank = 2 }",
+    "some": 'lora = { rank = 3, target_modules = ["q_proj", "o_proj", "up_proj"] }',  # beside layers without
+    "rows": 'lora = { rank = 1, target_modules = ["down_proj"] }',
+}
+
+
+def adapted(text: str, adapters: str) -> str:
+    return text.replace('"qwen3"', f'"qwen3"\n{ADAPTERS[adapters]}')
+
+
+@pytest.mark.parametrize("adapters", ADAPTERS)
+def test_adapters_with_sequence_parallelism_equal_one_process(pool, adapters):
+    """Gradients of the halves that every rank has in full are summands: of features, or of tokens."""
+    check(pool, adapted(layout(FSDP, FSDP_TP + "\n" + SEQUENCE, "colocated"), adapters))
+
+
+@pytest.mark.parametrize("adapters", ["all layers", "rows"])
+def test_gradients_of_adapters_that_are_not_summed_over_shares_of_tokens_are_found(pool, adapters):
+    text = layout(FSDP, "tensor_parallel_degree = 2\n" + SEQUENCE, "colocated")
+    with pytest.raises(ParityError):
+        check(pool, adapted(text, adapters), PartialLeft("llm"))
+
+
 @pytest.mark.parametrize("fault", [PartialLeft("llm"), faults.PermuteRows("llm")], ids=str)
 def test_faults_of_sequence_parallelism_are_found(pool, fault):
     with pytest.raises(ParityError):
@@ -209,10 +233,6 @@ def test_faults_of_sequence_parallelism_are_found(pool, fault):
         (
             layout(FSDP_TP + "\n" + SEQUENCE, FSDP, "disjoint"),
             "parallelism.vision.enable_sequence_parallel: this siglip",
-        ),
-        (
-            layout(FSDP, FSDP_TP + "\n" + SEQUENCE, "disjoint").replace('"qwen3"', '"qwen3"\nlora = { rank = 2 }'),
-            "parallelism.llm.enable_sequence_parallel: not together with modules.llm.lora",
         ),
     ],
 )

@@ -40,6 +40,7 @@ from support import plain_digits
 from support.assignments import RandomAssignment
 from support.dropout_oracles import draws_alike, has_dropout
 from support.recipes import FEATURES, RecipeCase, draw_recipes
+from support.trained import trains
 from support.whole_runs import check_runs, has_run
 
 JUDGES = (
@@ -230,7 +231,8 @@ def plain_outcome(recipe: Recipe, count: int = STEPS) -> Outcome:
     )
     for name, module in recipe.modules.items():
         model.get_submodule(name).load_state_dict(loaded_module(recipe, resolved.adapters[name], name).state_dict())
-        model.get_submodule(name).requires_grad_(module.trainable)
+        for fqn, parameter in model.get_submodule(name).named_parameters():
+            parameter.requires_grad_(trains(module, fqn))
     steps = [list(_questions(recipe, source, step)) for step in range(count)]
     losses, gradients, parameters = plain_digits.train(model, steps, LR)
     return Outcome(tuple(losses), gradients, parameters)

@@ -156,11 +156,16 @@ def _table(value: Any) -> dict[str, Any]:
 def check_changes(changed: Changes, checkpoint: Path) -> None:
     """Refuse changes of what a resumed run cannot change: a RecipeError names the key, both values and what to do."""
     for key, (old, new) in changed.items():
-        family = key == "optimizer.name" and "SGD" in (old, new)  # Adam and AdamW have the same state
-        if key in REFUSED or family:
+        family = key == "optimizer.name" and not {old, new} <= {"Adam", "AdamW"}  # which have the same state
+        if key in REFUSED or family or (key == "optimizer.param_groups" and _chosen(old) != _chosen(new)):
             raise RecipeError(
                 f"{key} = {_shown(new)}: the checkpoint {checkpoint} is of a run with {_shown(old)}; {ADVICE}"
             )
+
+
+def _chosen(groups: Any) -> list[tuple[str, str]]:
+    """Which parameters have which optimizer."""
+    return [(group["pattern"], group["optimizer_name"]) for group in groups or ()]
 
 
 def check_model(changed: Changes, checkpoint: Path) -> None:

@@ -105,10 +105,10 @@ class Profile:
         forward = seconds("forward")
         recomputed = forward if recompute and (upstream or layer.trainable) else 0.0
         if not upstream:
-            return LayerTime(forward, 0.0, seconds("backward_weight") if layer.trainable else 0.0, recomputed)
+            return LayerTime(forward, 0.0, layer.trained_share * seconds("backward_weight"), recomputed)
         own = seconds("backward_input")
-        whole = max(own, seconds("backward")) if layer.trainable else own
-        return LayerTime(forward, own, whole - own, recomputed)
+        weights = max(seconds("backward") - own, 0.0)
+        return LayerTime(forward, own, layer.trained_share * weights, recomputed)
 
     def _find(self, layer: LayerShape, tp: int) -> tuple[Mapping[str, Coefficients], float]:
         for degree in dict.fromkeys((tp, 1)):

@@ -11,6 +11,19 @@ from hetmesh.layout.hashing import HashedOnce
 
 
 @dataclass(frozen=True)
+class OwnOptimizer:
+    """What the optimizer of a parameter makes of it.
+
+    Attributes:
+        copies: tensors of the parameter's size that it keeps.
+        whole: whether its step needs the whole parameter, which ranks that hold shards of it gather.
+    """
+
+    copies: int
+    whole: bool
+
+
+@dataclass(frozen=True)
 class WeightShape:
     """One parameter.
 
@@ -25,6 +38,7 @@ class WeightShape:
         within: of a stack of experts, `[experts, *outputs, inputs]`, the dim that FSDP splits where it has more ranks
             than experts; None: no such stack. Which experts multiply a row is not known before it is routed. Routing is
             taken to be even: each expert gets `per_row / experts` of all rows.
+        optimizer: where a run has several, or one that is named by its class; None: the run's, by its name.
     """
 
     name: str
@@ -33,6 +47,7 @@ class WeightShape:
     trainable: bool = True
     tp_dim: int | None = None
     within: int | None = None
+    optimizer: OwnOptimizer | None = None
 
     @property
     def expert(self) -> bool:
@@ -122,6 +137,13 @@ class LayerShape(HashedOnce):
         """Whether anything in it gets a gradient of its own."""
         return any(weight.trainable for weight in self.weights)
 
+    @property
+    def trained_share(self) -> float:
+        """Of what multiplies its rows, the part that is trained; of a layer without products 1 where anything is."""
+        products = sum(weight.multiplied for weight in self.weights)
+        trained = sum(weight.multiplied for weight in self.weights if weight.trainable)
+        return trained / products if products else float(self.trainable)
+
 
 _BASE, _FIRST, _SECOND = ".base_layer.", ".lora_A.", ".lora_B."  # as peft names them
 
@@ -167,6 +189,13 @@ class ModuleShape(HashedOnce):
     def weights(self) -> tuple[WeightShape, ...]:
         """Every parameter once."""
         return tuple({weight.name: weight for layer in self.layers for weight in layer.weights}.values())
+
+    @cached_property
+    def frozen_layers(self) -> frozenset[str]:
+        """Layers without a trainable parameter; none where something is trained that belongs to no layer, and so may
+        be used before any."""
+        trained = {layer.name for layer in self.layers if layer.trainable}
+        return frozenset() if "" in trained else frozenset(layer.name for layer in self.layers) - trained - {""}
 
     @property
     def has_experts(self) -> bool:

@@ -29,6 +29,7 @@ class StaticMemory:
         elements: of all its parameters.
         parameters, gradients, optimizer: bytes. What is frozen has no gradient and no optimizer state.
         largest: bytes of the largest gradient.
+        update: the most that the step of a `WeightShape.optimizer` holds for its parameter.
     """
 
     elements: int = 0
@@ -36,6 +37,7 @@ class StaticMemory:
     gradients: int = 0
     optimizer: int = 0
     largest: int = 0
+    update: int = 0
 
     @property
     def total(self) -> int:
@@ -46,7 +48,8 @@ class StaticMemory:
         """What a rank holds of two modules."""
         elements, parameters = self.elements + other.elements, self.parameters + other.parameters
         gradients, optimizer = self.gradients + other.gradients, self.optimizer + other.optimizer
-        return StaticMemory(elements, parameters, gradients, optimizer, max(self.largest, other.largest))
+        most = max(self.largest, other.largest), max(self.update, other.update)
+        return StaticMemory(elements, parameters, gradients, optimizer, *most)
 
 
 def static_memory(
@@ -93,20 +96,24 @@ def _cells(
     module: ModuleShape, split: _Split, itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...]
 ) -> tuple[StaticMemory, ...]:
     """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates."""
-    copies = OPTIMIZER_COPIES.get(optimizer, 0)
     cells: list[StaticMemory] = []
     for place in range(split.pp):
-        elements, trainable, largest = (np.zeros((split.tp, split.shards, split.ep), np.int64) for _ in range(3))
+        elements, trainable, state, largest, update = np.zeros((5, split.tp, split.shards, split.ep), np.int64)
         equal = Counter(
-            (w.shape, w.tp_dim, w.within, w.trainable) for w in place_weights(module, split.pp, place, stages)
+            (w.shape, w.tp_dim, w.within, w.trainable, w.optimizer)
+            for w in place_weights(module, split.pp, place, stages)
         )
-        for (shape, tp_dim, within, trained), count in equal.items():
+        for (shape, tp_dim, within, trained, own), count in equal.items():
             one = _held_elements(shape, tp_dim, within, split)
             elements += count * one
             trainable += count * one * trained
+            state += count * one * trained * (OPTIMIZER_COPIES.get(optimizer, 0) if own is None else own.copies)
             np.maximum(largest, one * trained, out=largest)
-        for n, t, most in np.stack([elements, trainable, largest], -1).reshape(-1, 3).tolist():
-            cells.append(StaticMemory(n, itemsize * n, itemsize * t, itemsize * t * copies, itemsize * most))
+            if own is not None:  # the gathered parameter, gradient and state; and two tensors that the step makes
+                held = math.prod(shape) * (4 + own.copies) if own.whole else 2 * one
+                np.maximum(update, held * trained, out=update)
+        numbers = np.stack([elements, trainable, state, largest, update], -1).reshape(-1, 5).tolist()
+        cells += [StaticMemory(n, itemsize * n, *(itemsize * each for each in rest)) for n, *rest in numbers]
     return tuple(cells)
 
 
@@ -116,20 +123,23 @@ def update_bytes(held: Sequence[StaticMemory], optimizer: str, implementation: s
     A fused kernel updates in place. "foreach" works on all parameters of a group at once, and groups are of one
     module: Adam and AdamW make the root of the second moments, Adam with weight decay and SGD with it a sum with the
     gradients (`torch.optim.adam._multi_tensor_adam`, `torch.optim.sgd._multi_tensor_sgd`). "for-loop" makes the same of
-    one parameter at a time, Adam's root twice.
+    one parameter at a time, Adam's root twice. What a class of its own makes is assumed to be two tensors.
 
     Args:
         held: by one rank, of each module.
         optimizer, implementation: their names in a recipe; SGD has no fused kernel that takes DTensors, and is
             "foreach" instead.
     """
+    own = max((cell.update for cell in held), default=0)
+    if optimizer not in OPTIMIZER_COPIES:
+        return own
     adam = optimizer in ("Adam", "AdamW")
     summed = int(weight_decay and optimizer != "AdamW")
     if implementation == "for-loop":
-        return (2 * adam + summed) * max((cell.largest for cell in held), default=0)
+        return max((2 * adam + summed) * max((cell.largest for cell in held), default=0), own)
     if implementation == "fused" and adam:
-        return 0
-    return (adam + summed) * max((cell.gradients for cell in held), default=0)
+        return own
+    return max((adam + summed) * max((cell.gradients for cell in held), default=0), own)
 
 
 def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:

@@ -168,7 +168,7 @@ def seed_by_place(
             named[wrapper].register_forward_hook(event)
             for fqn, part in named[wrapper].named_modules(prefix=wrapper):
                 if isinstance(part, DROPOUT):
-                    part.register_forward_pre_hook(_Event(fqn, shares or kind == "rowwise", traced=not split))
+                    part.register_forward_pre_hook(_Event(fqn, kind == "rowwise", traced=not split))
 
 
 class _Event:

@@ -38,16 +38,20 @@ def apply_sequence_parallel(module: nn.Module, tp_mesh: DeviceMesh, prefixes: Se
     """
     group = tp_mesh.get_group()
     tokens = ShardedTokens(group)
-    inside = [(name, m) for name, m in module.named_modules() if within(name, *prefixes)]
-    for _, parent in inside:
-        children = list(parent.children())
-        if any(isinstance(child, RowwiseLinear) for child in children):
+    wrapped = {part for m in module.modules() if hasattr(m, "base_layer") for part in m.modules()}
+    for name, parent in module.named_modules():
+        if parent in wrapped or not within(name, *prefixes):
+            continue
+        # A layer with adapters (LoRA) holds several linears. What A of a row-wise one gives is scattered, too, so its B
+        # sees a share of the tokens; behind A of a column-wise one each rank's B sees a share of the features.
+        linears = [part for child in parent.children() for part in (child.modules() if child in wrapped else [child])]
+        if any(isinstance(part, RowwiseLinear) for part in linears):
             parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
-            for child in children:
-                if isinstance(child, ColwiseLinear):
-                    child.enter = lambda x: x  # the gather sums the gradient
-                elif isinstance(child, RowwiseLinear):
-                    child.leave = _Scatter(group)
+            for part in linears:
+                if isinstance(part, ColwiseLinear):
+                    part.enter = lambda x: x  # the gather sums the gradient
+                elif isinstance(part, RowwiseLinear):
+                    part.leave = _Scatter(group)
         elif isinstance(parent, ExpertBlock):
             parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
             parent.enter, parent.leave = None, _Scatter(group)  # gradients of the router are now partial, too,

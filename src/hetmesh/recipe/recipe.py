@@ -159,6 +159,8 @@ def place_beside(recipe: Recipe, folder: str) -> None:
             module.beside(folder)
     if any(":" in source for source in (recipe.data.source, *(table.source for table in recipe.data.mixture))):
         recipe.data.beside(folder)
+    if any(":" in name for name in recipe.optimizer.names):
+        recipe.optimizer.beside(folder)
 
 
 def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:

@@ -7,9 +7,7 @@ taken is in `hetmesh.recipe.torchtitan_keys`.
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -17,47 +15,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thaw
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
-
-MAX_RANKS = 1_000_000
-"""Ranks that a job may have: a slip of the keyboard shall not fill the memory."""
-
-
-def parse_ranks(value: Any) -> Any:
-    """`[0, 1]`, `3`, `"0-1"`, `"0-3,6"` or `"all"` as ascending or given ranks; `None` stands for all ranks.
-    Raises ValueError: it is none of these, or a rank is repeated."""
-    if value is None or value == "all":
-        return None
-    ranks: list[int] = []
-    for part in value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]:
-        first, dash, last = part.partition("-") if isinstance(part, str) else (part, "", part)
-        try:
-            if isinstance(part, bool | float):
-                raise ValueError
-            start, stop = int(first), int(last if dash else first)
-            if start > stop or stop >= MAX_RANKS:
-                raise ValueError
-        except (TypeError, ValueError):
-            raise ValueError(f"{part!r} is no rank; write ranks as [0, 1], '0-1', '0-3,6' or 'all'") from None
-        ranks.extend(range(start, stop + 1))
-    if not ranks or min(ranks) < 0:
-        raise ValueError("ranks must be one or more numbers >= 0: [0, 1], '0-1', '0-3,6' or 'all'")
-    if repeated := sorted(rank for rank, times in Counter(ranks).items() if times > 1):
-        raise ValueError(f"rank {', '.join(map(str, repeated))} is given more than once")
-    return tuple(ranks)
-
-
-def within(value: str) -> str:
-    """The path of a folder that lies in another one. Raises ValueError: it may lie elsewhere."""
-    path = PurePath(value)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{value!r} must lie in job.dump_folder: a name, or a path without '..'; move that instead")
-    return value
-
+from hetmesh.recipe.values import optimizer_name, parse_ranks, parse_trainable, regular_expression, within
 
 FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
 """A free table: its keys are checked by whoever it configures."""
 
 Ranks = Annotated[tuple[int, ...] | None, BeforeValidator(parse_ranks)]
+Trainable = Annotated[bool | tuple[str, ...], BeforeValidator(parse_trainable)]
+Pattern = Annotated[str, AfterValidator(regular_expression)]
+OptimizerName = Annotated[str, AfterValidator(optimizer_name)]
 
 Size = Annotated[int, Field(ge=1)]
 Shares = Annotated[tuple[Size, ...], Field(min_length=1)]
@@ -129,7 +95,9 @@ class Module(NamesCode):
     there. `media` is the kind of media an encoder reads; where absent, the one placeholder of its rows. `plan`
     adds to or replaces entries of the adapter's tensor-parallel plan (parameter name pattern -> style). `lr` and
     `weight_decay` override `[optimizer]`, `activation_checkpoint` the mode of its table, `mixed_precision_param`
-    `[training]`. `attention_mask` is what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
+    `[training]`. `trainable` may be a list of regular expressions that are searched in the names of the module's
+    parameters: those that match are trained, or, with a `!` in front, all others. `attention_mask` is what tokens of
+    the LLM see of each other (`hetmesh.context.masks.MASKS`).
     """
 
     model: str  # an adapter's name, or "package.module:Class"
@@ -137,7 +105,7 @@ class Module(NamesCode):
     lr: NotNegative | None = None
     weight_decay: NotNegative | None = None
     initial_load_path: Annotated[str, Field(min_length=1)] | None = None  # a Hugging Face directory; None: random
-    trainable: bool = True  # false: no gradient, no optimizer state, no backward
+    trainable: Trainable = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
     activation_checkpoint: CheckpointMode | None = None
     mixed_precision_param: ComputeDtype | None = None
@@ -268,16 +236,45 @@ class Compile(Section):
     backend: str = "inductor"
 
 
-class Optimizer(Section):
-    """`[optimizer]`: torch.optim's class and its arguments."""
+class ParamGroup(Section):
+    """One `[[optimizer.param_groups]]`: another optimizer for some parameters; the first table that matches counts."""
 
-    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    pattern: Pattern  # a regular expression that is searched in names with their module's: "llm.model.norm.weight"
+    optimizer_name: OptimizerName  # as `[optimizer] name`
+    frozen_kwargs: FrozenTable = Field(default=FrozenDict(), alias="optimizer_kwargs")
+
+    @property
+    def optimizer_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments that take precedence over those of `[optimizer]` and its module, as a new copy."""
+        return thaw(self.frozen_kwargs)
+
+
+class Optimizer(NamesCode):
+    """`[optimizer]`: a class of torch.optim, or any other subclass of torch.optim.Optimizer, and its arguments.
+
+    `options` are keyword arguments of a class that is named by its module. It gets `lr`, and `weight_decay` if it takes
+    that; beta1, beta2, eps and implementation are of AdamW, Adam and SGD.
+    """
+
+    name: OptimizerName = "AdamW"  # "AdamW", "Adam", "SGD" or "package.module:Class"
     lr: NotNegative = 8e-4
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.1
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
+    param_groups: tuple[ParamGroup, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the class that it names, as a new copy."""
+        return thaw(self.frozen_options)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The optimizers of all tables, its own first."""
+        return tuple(dict.fromkeys((self.name, *(group.optimizer_name for group in self.param_groups))))
 
 
 class LRScheduler(Section):

@@ -13,7 +13,8 @@ from hetmesh.graph.module_graph import LANE_AXES, expert_axis, experts_mesh, fir
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
-from hetmesh.recipe.sections import MAX_RANKS, ModuleParallelism
+from hetmesh.recipe.sections import ModuleParallelism
+from hetmesh.recipe.values import MAX_RANKS
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe

@@ -13,7 +13,7 @@ from torch import nn
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph import dense_mesh, experts_fit
 from hetmesh.layout import MeshSpec
-from hetmesh.models import Adapter, add_lora, build_empty, check_weights, pretrained_of
+from hetmesh.models import Adapter, add_lora, build_empty, check_weights, freeze_by_name, pretrained_of
 from hetmesh.models.module_shape import check_batch_statistics
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.user.plan_probe import reason_not_compared
@@ -62,8 +62,6 @@ def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refu
         hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
         why = adapter.abilities.because("token_sharded")
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
-    elif recipe.modules[name].lora is not None:
-        refusals.add(f"{key}: not together with modules.{name}.lora")
 
 
 def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
@@ -164,12 +162,18 @@ def _built(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module, refus
             check_plan(module, {pattern: style})
         except RecipeError as error:
             refusals.add(f"modules.{name}.plan: {error}")
+    if not isinstance(own.trainable, bool):
+        with refusals.collect():
+            freeze_by_name(module, own.trainable, f"modules.{name}.trainable")
     encoder, parameters = not recipe.wiring.topology.inputs(name) and name != recipe.sink, [*module.parameters()]
     frozen = not any(p.requires_grad for p in parameters)  # the graph would send gradients back for nothing
     if own.trainable and own.lora is None and frozen and (encoder or parameters):
+        given, remedy = "true", "let the class leave something to train"
+        if not isinstance(own.trainable, bool):
+            given, remedy = f"{list(own.trainable)}", "choose something to train"
         refusals.add(
-            f"modules.{name}.trainable = true, but {type(module).__name__} has no parameter with requires_grad = True: "
-            f"write trainable = false in [modules.{name}], or let the class leave something to train"
+            f"modules.{name}.trainable = {given}, but {type(module).__name__} has no parameter with requires_grad = "
+            f"True: write trainable = false in [modules.{name}], or {remedy}"
         )
     if own.lora is not None:
         with refusals.collect(), torch.device("meta"):

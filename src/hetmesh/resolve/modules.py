@@ -17,6 +17,7 @@ from hetmesh.models import (
     add_lora,
     build_deferred,
     build_empty,
+    freeze_by_name,
     load_weights,
     lora_plan,
     pretrained_of,
@@ -27,6 +28,7 @@ from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.optimizer_choice import with_own_optimizers
 
 Shapes = Mapping[str, ModuleShape | None]
 """The sizes of each module; None of one that cannot be built on the meta device."""
@@ -51,6 +53,8 @@ def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool 
             deferred.extend(name, seed, partial(add_lora, module, options.lora, name, seed, adapter.layers()))
     elif not options.trainable:
         module.requires_grad_(False)
+    elif not isinstance(options.trainable, bool):
+        freeze_by_name(module, options.trainable, f"modules.{name}.trainable")
     return deferred
 
 
@@ -124,7 +128,7 @@ def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     except Exception:  # a user's constructor may compute with its weights
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
-    return module_shape(name, adapter, module, plan)
+    return with_own_optimizers(recipe, module_shape(name, adapter, module, plan))
 
 
 def notes_on_experts(shapes: Shapes) -> tuple[str, ...]:

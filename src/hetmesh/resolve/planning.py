@@ -126,8 +126,6 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
     abilities, sizes = adapter.abilities, adapter.tensor_parallel_sizes().values()
-    layers = frozenset(layer.name for layer in shape.layers if layer.name)
-    trained = frozenset(layer.name for layer in shape.layers if layer.trainable)
     activation: Activation | None = abilities.activation
     return ModuleFacts(
         shape,
@@ -136,7 +134,7 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -
         math.gcd(*sizes),
         name == sink and abilities.use_packed is not None,
         recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
-        layers - trained if recipe.modules[name].trainable else frozenset(),
+        shape.frozen_layers if recipe.modules[name].trainable else frozenset(),
         None if (own := abilities.experts) is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
     )
 

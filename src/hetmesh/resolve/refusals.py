@@ -19,6 +19,7 @@ from hetmesh.records.reporter import require_wandb
 from hetmesh.resolve.directories import referenced
 from hetmesh.resolve.module_refusals import check_module
 from hetmesh.resolve.modules import Shapes
+from hetmesh.resolve.optimizer_choice import check_optimizers
 from hetmesh.resolve.splits import reason_not_sliced
 
 
@@ -44,6 +45,8 @@ def check_recipe(
     _kernels(recipe, refusals)
     _freezing(recipe.modules, refusals)
     _optimizer(recipe.optimizer, recipe.training, recipe.lr_scheduler, refusals)
+    if shapes is not None:
+        check_optimizers(recipe, shapes, refusals)
     _schedule_keys(recipe, refusals)
     if placeholders is not None:
         source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
@@ -127,6 +130,12 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
 
 def _freezing(modules: Mapping[str, Module], refusals: Refusals) -> None:
     """What nothing is trained by: options of frozen modules, adapters in them, a model of nothing else."""
+    for name, module in modules.items():
+        if not isinstance(module.trainable, bool) and module.lora is not None:
+            refusals.add(
+                f"modules.{name}.trainable = {list(module.trainable)}, but with modules.{name}.lora only adapters are "
+                "trained; leave out one of them"
+            )
     frozen = [name for name, module in modules.items() if not module.trainable]
     for name in frozen:
         module = modules[name]
@@ -154,11 +163,17 @@ def _optimizer(keys: Optimizer, training: Training, schedule: LRScheduler, refus
             "optimizer.implementation = 'fused': torch's fused SGD does not take sharded parameters (DTensors); valid "
             "with optimizer.name = 'SGD' are 'foreach' (also where the key is left out) and 'for-loop'"
         )
-    for key in ("beta1", "beta2", "eps") if keys.name == "SGD" else ():
+    adam = {"AdamW", "Adam"} & set(keys.names)
+    idle = [] if adam else ["beta1", "beta2", "eps"]
+    if not adam and "SGD" not in keys.names:
+        idle.append("implementation")
+    for key in idle:
         if key in keys.model_fields_set:
+            instead = "leave it out, or take AdamW or Adam"
+            if ":" in keys.name:
+                instead = "write what the class takes in optimizer.options"
             refusals.add(
-                f"optimizer.{key} = {getattr(keys, key)!r}: optimizer.name = 'SGD' has no {key}; leave it out, or take "
-                "AdamW or Adam"
+                f"optimizer.{key} = {getattr(keys, key)!r}: optimizer.name = {keys.name!r} has no {key}; {instead}"
             )
     if skipped in training.model_fields_set and training.on_non_finite == "stop":
         refusals.add(

@@ -226,7 +226,7 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> M
                     recipe.wiring.meshes[name],
                     layers,
                     media,
-                    module.trainable,
+                    bool(module.trainable),
                     features=adapters[name].out_features or 0,
                     token_axes=axes,
                     tokens_per_row=adapters[name].abilities.tokens_per_row if media is not None and "cp" in axes else 0,

@@ -62,7 +62,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
     shape = shapes[name]
     frozen: frozenset[str] = frozenset()
     if shape is not None and recipe.modules[name].trainable:
-        frozen = frozenset(layers) - {layer.name for layer in shape.layers if layer.trainable}
+        frozen = shape.frozen_layers
     if given is not None:
         runs = tuple(map(tuple, given))
     else:

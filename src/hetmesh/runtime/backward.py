@@ -42,7 +42,10 @@ class SplitBackward:
         `weight_part` has nothing left to do. The same if an output depends on none of `leaves`, as that of an LLM does
         not depend on the rows of a microbatch without media: torch finds weights only on the way from leaves.
         """
-        if uses_twice(outputs, self.parameters) or not all(_depends(out, leaves) for out in outputs):
+        # An output that depends on nothing trained (a side output of a frozen layer) has no backward.
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        outputs, gradients = [out for out, _ in pairs], [gradient for _, gradient in pairs]
+        if not outputs or uses_twice(outputs, self.parameters) or not all(_depends(out, leaves) for out in outputs):
             backward(outputs, gradients)
             self.parameters = []
             return

@@ -101,10 +101,13 @@ def _sequence(
     warm += len(chunks) * size * -(-downstream // size)  # whole rounds that later modules wait for
     warm = min(warm, len(forwards)) if backwards else len(forwards)
     yield from (Action(Kind.FORWARD, s, m) for s, m in forwards[:warm])
-    ahead = iter(forwards[warm:])
+    ahead, done = iter(forwards[warm:]), set(forwards[:warm])
     for s, m in backwards:
-        if (following := next(ahead, None)) is not None:
+        for following in ahead:
             yield Action(Kind.FORWARD, *following)
+            done.add(following)
+            if (s, m) in done:  # after more than one where other stages have no backward
+                break
         yield Action(Kind.BACKWARD, s, m)
     yield from (Action(Kind.FORWARD, s, m) for s, m in ahead)
 

@@ -4,48 +4,149 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
+from hetmesh.errors import RecipeError
+from hetmesh.models.weights.fill_module import copy_part, local_share
 from hetmesh.parallel.apply import Root
+from hetmesh.parallel.gradient_sums import local_gradient, local_part
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.sections import LRScheduler, Module, Optimizer
+from hetmesh.recipe.sections import LRScheduler
+from hetmesh.resolve.optimizer_choice import chosen_optimizer, group_of
+from hetmesh.resolve.optimizer_probe import OptimizerKind
 
 
 def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     """torchtitan's `OptimizersContainer` and `LRSchedulersContainer`; None on a rank without trainable parameters.
 
-    Parameter groups per module, with the module's own learning rate and weight decay where the recipe gives them:
-    one of plain parameters and one per mesh that its DTensors lie on, since no fused kernel takes several at once.
+    Parameter groups per module and table of `[optimizer]`, with the module's own learning rate and weight decay where
+    the recipe gives them: one of plain parameters and one per mesh that its DTensors lie on, since no fused kernel
+    takes several at once. torch's AdamW, Adam and SGD are one optimizer each; a class that the recipe names is one per
+    module and table, so that all arguments reach its constructor, and ranks that gather parameters do so in one order.
+
+    Raises:
+        RecipeError: an optimizer does not take a parameter.
     """
     groups = []
+    factories: dict[str, Callable[..., torch.optim.Optimizer]] = {}
     for name, module in root.named_children():
-        by_mesh: dict[DeviceMesh | None, list[str]] = {}
+        members: dict[tuple[int, DeviceMesh | None], list[str]] = {}
+        dims: dict[int, dict[int, str]] = {}
         for key, p in module.named_parameters():
             if p.requires_grad:
-                by_mesh.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(f"{name}.{key}")
-        for names in by_mesh.values():
+                fqn = f"{name}.{key}"
+                group = group_of(recipe.optimizer, fqn)
+                members.setdefault((group, p.device_mesh if isinstance(p, DTensor) else None), []).append(fqn)
+                dims.setdefault(group, {}).setdefault(p.ndim, fqn)
+        chosen = {group: chosen_optimizer(recipe, name, group) for group in sorted(dims)}
+        for group, optimizer in chosen.items():
+            for count, fqn in dims[group].items():
+                if refused := optimizer.refused(count, [fqn]):
+                    raise RecipeError(refused)
+        for (group, _), names in sorted(members.items(), key=lambda member: member[0][0]):
+            optimizer, arguments = chosen[group], {}
+            if optimizer.kind is None:
+                factory, arguments = optimizer.made.__name__, dict(optimizer.arguments)
+                factories[factory] = optimizer.made
+            else:
+                factory = f"{name}, {optimizer.where}"
+                factories[factory] = partial(_on_stand_ins(optimizer.made, optimizer.kind), **optimizer.arguments)
             pattern = "|".join(f"^{re.escape(key)}$" for key in names)
             groups.append(
-                _titan.param_group_config()(
-                    pattern=pattern,
-                    optimizer_name=recipe.optimizer.name,
-                    optimizer_kwargs=_arguments(recipe.modules[name], recipe.optimizer),
-                )
+                _titan.param_group_config()(pattern=pattern, optimizer_name=factory, optimizer_kwargs=arguments)
             )
     if not groups:
         return None
-    container = _titan.optimizers_container()
-    config = container.Config(param_groups=groups, implementation=recipe.optimizer.implementation)
-    optimizers = container(config, model_parts=[root])
+    container = _titan.optimizers_container(factories)
+    optimizers = container(container.Config(param_groups=groups), model_parts=[root])
     return optimizers, _schedulers(recipe.lr_scheduler, recipe.training.steps, optimizers)
+
+
+class _OnStandIns(torch.optim.Optimizer):
+    """A mixin whose step hands its class a plain tensor for each sharded parameter: this rank's shard, or the whole of
+    it where the class does not update each element by itself.
+
+    Ranks that gather a parameter compute the same update of it, and keep their shares of that and of the state. One is
+    gathered at a time.
+    """
+
+    kind: OptimizerKind
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient. Collective over the mesh of those that are gathered."""
+        groups = self.param_groups
+        try:
+            for group in groups:
+                given = group["params"]
+                whole = [p for p in given if isinstance(p, DTensor) and p.grad is not None and self._gathers(p)]
+                gathered = set(map(id, whole))
+                for some in ([p for p in given if id(p) not in gathered], *([p] for p in whole)):
+                    if some:
+                        self._step(group, some)
+        finally:
+            self.param_groups = groups
+
+    def _gathers(self, parameter: Tensor) -> bool:
+        return self.kind.uses[parameter.ndim].whole
+
+    def _step(self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+        stand_ins = [(p, self._stand_in(p) if isinstance(p, DTensor) else p) for p in parameters]
+        before = {p: self.state.pop(p) for p, other in stand_ins if other is not p and p in self.state}
+        for parameter, other in stand_ins:
+            if parameter in before:
+                state = before[parameter].items()
+                self.state[other] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
+        self.param_groups = [{**group, "params": [other for _, other in stand_ins]}]
+        super().step()
+        for parameter, other in stand_ins:
+            if other is not parameter:
+                if self._gathers(parameter):
+                    _keep_share(parameter, other)
+                state = self.state.pop(other, {})
+                if state or parameter in before:
+                    self.state[parameter] = {k: self._kept(v, parameter, other) for k, v in state.items()}
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        other = nn.Parameter(self._plain(parameter, parameter))
+        if local_gradient(parameter) is not None:  # which brings it into the parameter's placements
+            other.grad = self._plain(parameter.grad, parameter)
+        return other
+
+    def _plain(self, tensor: Any, parameter: Tensor) -> Tensor:
+        if not self._gathers(parameter):
+            return local_part(tensor)
+        on_device: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # from the host, if it is offloaded
+        return on_device.full_tensor()
+
+    def _kept(self, value: Any, parameter: Any, other: Tensor) -> Any:
+        """What is kept of a parameter's state: tensors of its shape sharded as it is, all else as it is."""
+        if not isinstance(value, Tensor) or not value.ndim or value.shape != other.shape:
+            return value
+        if self._gathers(parameter):
+            share = torch.empty_like(parameter.detach(), dtype=value.dtype)
+            _keep_share(share, value)
+            return share
+        how = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+        return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **how)
+
+
+def _on_stand_ins(made: type[torch.optim.Optimizer], kind: OptimizerKind) -> type[torch.optim.Optimizer]:
+    return type(made.__name__, (_OnStandIns, made), {"kind": kind})
+
+
+def _keep_share(sharded: Tensor, whole: Tensor) -> None:
+    local, regions = local_share(sharded.detach())
+    copy_part(local, regions, whole.detach())
 
 
 def take_step(optimizers: Any, schedules: Any, update: bool = True) -> None:
@@ -92,15 +193,3 @@ def _schedulers(keys: LRScheduler, steps: int, optimizers: Any) -> Any:
         min_lr_factor=keys.min_lr_factor,
     )
     return schedule.build(optimizers=optimizers, training_steps=steps)
-
-
-def _arguments(own: Module, shared: Optimizer) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "lr": shared.lr if own.lr is None else own.lr,
-        "weight_decay": shared.weight_decay if own.weight_decay is None else own.weight_decay,
-    }
-    if shared.name == "SGD":  # whose fused kernel does not take DTensors (torch 2.13)
-        arguments |= {"fused": False, "foreach": shared.implementation != "for-loop"}
-    else:
-        arguments |= {"betas": (shared.beta1, shared.beta2), "eps": shared.eps}
-    return arguments

@@ -1,0 +1,119 @@
+"""Optimizers as users write them, and some that could not be right in every layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class SignMomentum(Optimizer):
+    """Each element moves by the sign of its momentum (Lion), softened so that rounding errors stay small. `power` is
+    kept by the object, not by its groups."""
+
+    def __init__(self, params, lr: float, weight_decay: float = 0.0, power: float = 1.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.power = power
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group["lr"], group["weight_decay"])
+
+    @torch.no_grad()
+    def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
+        momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        momentum.mul_(0.9).add_(gradient)
+        p.mul_(1 - lr * weight_decay)
+        p[...] -= lr * torch.tanh(momentum).abs().pow(self.power) * momentum.sign()  # no operation that DTensors have
+
+
+class RowNorms(SignMomentum):
+    """Each row moves by its direction: a shard of columns does not show that. It keeps a number for each row, and
+    replaces it in every step."""
+
+    def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
+        rows = p.shape[:1]
+        norms = gradient.flatten(1).norm(dim=1) if p.ndim > 1 else gradient.abs()
+        with torch.no_grad():
+            self.state[p]["norms"] = norms = 0.5 * self.state[p].get("norms", torch.zeros(rows)) + norms
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p -= lr * gradient / (0.1 + norms.view(-1, *[1] * (p.ndim - 1)))
+
+
+class Noisy(SignMomentum):
+    """Draws random numbers."""
+
+    def update(self, p, gradient, lr, weight_decay):
+        super().update(p, gradient + torch.randn_like(p), lr, weight_decay)
+
+
+class Together(SignMomentum):
+    """Clips by the norm over all of its parameters."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norm = torch.stack([g.norm() for g in gradients]).norm()
+        super().step()
+
+    def update(self, p, gradient, lr, weight_decay):
+        super().update(p, gradient / self.norm, lr, weight_decay)
+
+
+class CountsInGroups(SignMomentum):
+    """Keeps its steps in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().step()
+
+
+class CountsByItself(SignMomentum):
+    """Keeps its steps as an attribute."""
+
+    steps = 0
+
+    def update(self, p, gradient, lr, weight_decay):
+        self.steps += 1
+        super().update(p, gradient, lr / self.steps, weight_decay)
+
+
+class Remembers(SignMomentum):
+    """Updates the parameters that it was made with."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        for p in self.all:
+            if p.grad is not None:
+                self.update(p, p.grad, group["lr"], 0.0)
+
+
+class OwnRate(SignMomentum):
+    """Reads its rate from where no schedule sets it."""
+
+    def update(self, p, gradient, lr, weight_decay):
+        super().update(p, gradient, self.defaults["lr"], weight_decay)
+
+
+class History(SignMomentum):
+    """Keeps a list of tensors."""
+
+    def update(self, p, gradient, lr, weight_decay):
+        self.state[p].setdefault("history", []).append(gradient.clone())
+        super().update(p, gradient, lr, weight_decay)
+
+
+class NoRate(Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, params, weight_decay: float = 0.0):
+        super().__init__(params, {})
+
+
+NO_CLASS = 1.0
