@@ -252,7 +252,7 @@ def test_tokens_are_not_split_where_a_layer_has_no_attention_that_is_split(direc
 
 @pytest.mark.slow
 def test_ranks_share_key_heads_only_where_all_attentions_repeat_keys_by_a_number_of_their_own(directory, monkeypatch):
-    for name, features in (("internvl", 6), ("gemma3", 6), ("qwen2_5_vl", 6)):
+    for name, features in (("internvl", 6), ("qwen2_5_vl", 12), ("gemma3", 6)):
         whole = whole_model_of(directory(name))
         styles = [style for style in text_plan(whole, whole.model).plan.values() if isinstance(style, KeyHeads)]
         assert styles == [KeyHeads(2, features)]
