@@ -78,6 +78,7 @@ router_aux_loss_coef = 0.1
 """
 VARIANTS = {
     "all trained": lambda text: text,
+    "2 key heads": lambda text: text.replace("num_key_value_heads = 4", "num_key_value_heads = 2"),
     "frozen encoder": lambda text: text.replace('"siglip"', '"siglip"\ntrainable = false'),
     "LoRA": lambda text: (
         text.replace("qwen3_moe", "qwen3")
@@ -186,6 +187,10 @@ def test_each_layout_goes_on_from_another_ones_checkpoint(pool, tmp_path):
 @pytest.mark.parametrize("variant", ["frozen encoder", pytest.param("LoRA", marks=pytest.mark.exhaustive)])
 def test_what_is_frozen_goes_on_in_another_layout(pool, tmp_path, variant):
     chain(pool, tmp_path, [LAYOUTS[name] for name in ("one rank", "overlapping, hsdp", "tp 4")], variant)
+
+
+def test_ranks_that_share_key_heads_go_on_from_others_and_others_from_them(pool, tmp_path):
+    chain(pool, tmp_path, [LAYOUTS[name] for name in ("tp 4", "tp 2, dp 2", "tp 4", "one rank")], "2 key heads")
 
 
 @pytest.mark.exhaustive

@@ -42,6 +42,17 @@ def test_a_block_sums_twice_each_way():
     assert tensor_parallel_time(block, Work(10), [0], MACHINE, itemsize=4, upstream=True).forward == 0
 
 
+def test_ranks_that_share_a_key_head_put_keys_and_values_together():
+    shapes = {"q": ((8, 8), 0), "k": ((4, 8), 0), "v": ((4, 8), 0), "o": ((8, 8), 1)}
+    weights = tuple(WeightShape(n, s, 1, True, d) for n, (s, d) in shapes.items())
+    block = LayerShape("b", weights, 8, key_width=4, key_heads=2)  # heads of two features
+    for ranks, sharing in ((2, 1), (4, 2)):
+        more = 2 * all_gather(4 * 10 * 2, range(sharing), MACHINE)
+        time = tensor_parallel_time(block, Work(10), range(ranks), MACHINE, itemsize=4, upstream=True)
+        assert time.forward == time.backward == pytest.approx(all_reduce(4 * 10 * 8, range(ranks), MACHINE) + more)
+    assert [block.keys_on(ranks) for ranks in (1, 2, 4)] == [4, 2, 2]
+
+
 def test_a_first_linear_sums_in_the_backward_and_a_head_gathers():
     first = LayerShape("linear_1", (WeightShape("w", (32, 8), 1, True, 0),))
     time = tensor_parallel_time(first, Work(10), range(2), MACHINE, itemsize=1, upstream=True)

@@ -50,6 +50,13 @@ context_parallel_degree = 2
 [activation_checkpoint]
 mode = "full"
 """
+SHARED_HEADS = """
+[parallelism.vision]
+ranks = [0, 1]
+[parallelism.llm]
+ranks = "0-3"
+tensor_parallel_degree = 4
+"""
 
 
 FAMILIES = ("llava_onevision", "qwen3_vl", "gemma3")  # with layouts: test_export_families.py
@@ -106,7 +113,9 @@ def test_a_part_of_a_model_goes_back_between_the_other_parts(pool, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [pytest.param(LAYOUT, marks=pytest.mark.exhaustive), SHARDED], ids=["TP and PP", "FSDP and CP"]
+    "layout",
+    [pytest.param(LAYOUT, marks=pytest.mark.exhaustive), SHARDED, SHARED_HEADS],
+    ids=["TP and PP", "FSDP and CP", "TP 4 of 2 key heads"],
 )
 def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, pool, tmp_path, layout):
     path = tiny_vlms.save("llava", tmp_path)

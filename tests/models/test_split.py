@@ -15,6 +15,7 @@ from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
@@ -247,6 +248,19 @@ def test_tokens_are_not_split_where_a_layer_has_no_attention_that_is_split(direc
     monkeypatch.setattr(whole.text_config, "base_model_tp_plan", some)
     assert text_plan(whole, whole.model).plan
     assert not text_plan(whole, whole.model).token_sharded
+
+
+@pytest.mark.slow
+def test_ranks_share_key_heads_only_where_all_attentions_repeat_keys_by_a_number_of_their_own(directory, monkeypatch):
+    for name, features in (("internvl", 6), ("qwen2_5_vl", 12), ("gemma3", 6)):
+        whole = whole_model_of(directory(name))
+        styles = [style for style in text_plan(whole, whole.model).plan.values() if isinstance(style, KeyHeads)]
+        assert styles == [KeyHeads(2, features)]
+    second = whole.model.get_submodule(f"{whole.decoder}.layers.1.self_attn")
+    for attribute in ("num_key_value_groups", "head_dim"):
+        with monkeypatch.context() as patch:
+            patch.delattr(second, attribute)
+            assert not any(isinstance(style, KeyHeads) for style in text_plan(whole, whole.model).plan.values())
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from hetmesh.formatting import ranks_text
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import Abilities
 from hetmesh.models.adapter import NONE
+from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.records.checkpoint_folders import COMPLETE
@@ -49,12 +50,13 @@ llm = { ranks = "2-4", tensor_parallel_degree = 3 }
 class Adapter:
     sizes: Mapping[str, int] = field(default_factory=dict)
     abilities: Abilities = NONE
+    plan: Mapping[str, object] = field(default_factory=dict)
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         return self.sizes
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        return {}
+    def tensor_parallel_plan(self) -> Mapping[str, object]:
+        return self.plan
 
     def layers(self) -> tuple[str, ...]:
         return ()
@@ -77,6 +79,28 @@ def test_degrees_that_do_not_divide_heads_are_refused_with_the_valid_ones():  # 
     four = parse_recipe(TEXT, ("--parallelism.llm", "{ranks = '2-5', tensor_parallel_degree = 4}"))
     with pytest.raises(RecipeError, match=re.escape("= 4 does not divide heads = 6 and key_value_heads = 2 of")):
         check_recipe(four, adapters)
+
+
+def test_a_degree_beyond_the_key_heads_must_cut_each_of_them_evenly():
+    keys = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    shared = {"layers.*.self_attn": KeyHeads(4, 4)}
+    adapters = {"vision": Adapter(), "projector": Adapter(), "llm": Adapter(keys, plan=shared)}
+
+    def on(ranks):
+        return parse_recipe(
+            TEXT, ("--parallelism.llm", f"{{ranks = '2-{ranks + 1}', tensor_parallel_degree = {ranks}}}")
+        )
+
+    valid = "valid degrees are [1, 2, 4]"  # heads of four numbers: not cut in three
+    for degree in (6, 12):
+        with pytest.raises(RecipeError, match=re.escape(f"= {degree} does not divide num_key_value_heads = 4 of")) as e:
+            check_recipe(on(degree), adapters)
+        assert valid in str(e.value)
+    check_recipe(on(12), adapters | {"llm": Adapter(keys, plan={"layers.*.self_attn": KeyHeads(4, 6)})})
+    reason = Abilities(reasons={"key_heads": "which ranks cannot share: no k_proj"})
+    says = "num_key_value_heads = 4 of modules.llm (which ranks cannot share: no k_proj); valid degrees are [1, 2, 4]"
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        check_recipe(on(12), adapters | {"llm": Adapter(keys, reason)})
 
 
 def test_a_module_on_its_consumers_mesh_is_told_whose():

@@ -31,7 +31,7 @@ model = "qwen3"
 hidden_size = 12
 num_hidden_layers = 4
 num_attention_heads = 4
-num_key_value_heads = 2
+num_key_value_heads = {key_heads}
 head_dim = 4
 intermediate_size = 14
 tie_word_embeddings = {tied}
@@ -108,6 +108,7 @@ def recipe(
     tied: bool = False,
     experts: bool = False,
     encoders: int = 1,
+    key_heads: int = 2,
     extra: str = "",
     **modules: str,
 ) -> Recipe:
@@ -116,11 +117,13 @@ def recipe(
     Args:
         trained: what is, of `TRAINED`.
         batch: samples per lane of the LLM; a microbatch has one.
+        key_heads: of the LLM, which has four query heads.
         extra: further keys of [parallelism].
         modules: further keys of a module's table.
     """
     keys = {"vision": "", "projector": "", "llm": "", "scanner": ""} | TRAINED[trained] | modules
-    text = MODEL.format(policy=policy, batch=batch, tied=str(tied).lower(), extra=extra, **keys)
+    sizes = {"batch": batch, "tied": str(tied).lower(), "key_heads": key_heads}
+    text = MODEL.format(policy=policy, extra=extra, **sizes, **keys)
     if experts:
         text = text.replace('"qwen3"', '"qwen3_moe"').replace("[modules.llm.config]", f"[modules.llm.config]{EXPERTS}")
     if encoders == 2:

@@ -69,7 +69,7 @@ def llm(draw: st.DrawFn, draft: Draft, *, width: int | None = None) -> None:
             "hidden_size": width or draw(st.sampled_from([12, 16])),
             "num_hidden_layers": layers,
             "num_attention_heads": 4,
-            "num_key_value_heads": draw(st.sampled_from([4, 2])),
+            "num_key_value_heads": draw(st.sampled_from([4, 2, 1])),
             "head_dim": 4,
             "intermediate_size": draw(st.sampled_from([16, 14])),
             "tie_word_embeddings": draw(st.booleans()),
@@ -80,7 +80,7 @@ def llm(draw: st.DrawFn, draft: Draft, *, width: int | None = None) -> None:
 
 def _decoder(draft: Draft) -> None:
     config = draft.tables["modules"][SINK]["config"]
-    draft.heads[SINK] = config["num_key_value_heads"]
+    draft.heads[SINK] = config["num_attention_heads"]
     blocks = (f"model.layers.{i}" for i in range(config["num_hidden_layers"]))
     draft.layers[SINK] = ("model.embed_tokens", *blocks, "model.norm", "lm_head")
 
@@ -158,7 +158,7 @@ def qwen3_vl(draw: st.DrawFn, draft: Draft) -> None:
                 "hidden_size": 12,
                 "num_hidden_layers": layers,
                 "num_attention_heads": 4,
-                "num_key_value_heads": draw(st.sampled_from([4, 2])),
+                "num_key_value_heads": draw(st.sampled_from([4, 2, 1])),
                 "head_dim": 8,
                 "intermediate_size": 14,
             },

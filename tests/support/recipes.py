@@ -228,6 +228,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "data parallel": _any_mesh("dp_replicate"),
     "FSDP": _any_mesh("dp_shard"),
     "tensor parallel": _any_mesh("tp"),
+    "shared key heads": lambda r: (
+        0 < r.modules[r.sink].config.get("num_key_value_heads", 0) < r.wiring.meshes[r.sink].axis_size("tp")
+    ),
     "expert parallel": _any_mesh("ep"),
     "experts that move": _layout_key("expert_placement_interval"),
     "sequence parallel": _layout_key("enable_sequence_parallel"),

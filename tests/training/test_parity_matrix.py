@@ -45,6 +45,7 @@ FACTORS = {
     "assignment": tuple(ASSIGNMENTS),
     "encoders": (1, 2),
     "tied": (False, True),
+    "key_heads": (2, 1),
 }
 
 
@@ -111,7 +112,7 @@ def recipe_of(number, row):
         f"[debug]\nseed = {number}",
         batch=4,
         extra=SLICES if slices else "",
-        **{key: row[key] for key in ("trained", "tied", "experts", "encoders")},
+        **{key: row[key] for key in ("trained", "tied", "experts", "encoders", "key_heads")},
     )
     return packed(given) if row["packed"] else given
 
@@ -122,6 +123,7 @@ def name(row):
     plain = ("all", "none", "as planned")
     words = [row[key] for key in shown if row[key] not in plain]
     words += [key for key in ("experts", "packed", "permuted", "tied") if row[key]]
+    words += ["1 key head"] * (row["key_heads"] == 1)
     return ", ".join([*words, *(f"{row[key]} {key}" for key in ("context", "encoders") if row[key] == 2)])
 
 

@@ -127,27 +127,29 @@ def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int
     """What transformers' RMSNorms keep beyond the output of the product before them: the normalised input, for their
     own weight's gradient. Those over heads, first of queries, then of keys, stand between a projection and attention,
     which then keeps another tensor than the projection gave."""
-    of_heads = iter((layer.attention_width, layer.key_width or layer.attention_width))
+    of_heads = iter((layer.attention_width / tp, layer.keys_on(tp) or layer.attention_width / tp))
     for norm in _root_mean_square_norms(layer):
         if norm.numel == first.inputs:
             yield norm.numel * (norm.trainable + _raised(itemsize)) * between
         else:
-            own = next(of_heads, layer.attention_width)
-            yield (own * (norm.trainable + _raised(itemsize)) + layer.attention_width) / tp
+            own = next(of_heads, layer.attention_width / tp)
+            yield own * (norm.trainable + _raised(itemsize)) + layer.attention_width / tp
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
-    """Attention's output, which its backward reads, unless the product after it keeps it anyway; and of keys and
-    values with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above)."""
+    """Attention's output, which its backward reads, unless the product after it keeps it anyway; of keys and values
+    with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above); and what of
+    a head that ranks share the others have made of both."""
     width, groups = layer.attention_width, _distinct(products)
     if not width:
         return 0.0
+    split = tp if layer.splits_attention else 1
     output = 0 if any(w.inputs == width and w is not products[0] for w in groups) else width
-    copies = max(width - (layer.key_width or width), 0)
+    keys = layer.keys_on(split)
+    copies = max(width / split - keys, 0.0) if keys else 0.0
     normed = any(norm.numel != products[0].inputs for norm in _root_mean_square_norms(layer))
-    return (output + copies * (1 if normed else 2) + layer.attention_copies * width) / (
-        tp if layer.splits_attention else 1
-    )
+    others = 2 * (keys - layer.key_width / split)
+    return (output + layer.attention_copies * width) / split + copies * (1 if normed else 2) + others
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
@@ -227,7 +229,7 @@ def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool,
     rows = layer.rows(work)
     products = _products(layer)
     kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
-    heads = itertools.chain((layer.attention_width / tp, layer.key_width / tp), itertools.repeat(0.0))
+    heads = itertools.chain((layer.attention_width / tp, layer.keys_on(tp)), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
             continue

@@ -97,7 +97,8 @@ def tensor_parallel_time(
     Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
     A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits, or
-    sends three numbers of each target where ranks keep shares of them.
+    sends three numbers of each target where ranks keep shares of them. Ranks that share a key head put the parts of its
+    key and value together, and sum their gradients.
     """
     if len(ranks) < 2:
         return TensorParallelTime()
@@ -107,6 +108,8 @@ def tensor_parallel_time(
     needed = upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
+        if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
+            each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
         return TensorParallelTime(each, each if needed else 0.0)
     forward = backward = 0.0
     if products:

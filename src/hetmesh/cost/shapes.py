@@ -99,6 +99,7 @@ class LayerShape(HashedOnce):
         shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
         tokens_per_row: rows that enter it for each row of the module: patches, of which a merger after it makes one.
         attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
+        key_heads: of its attention, where tensor-parallel ranks may be more and then share them; 0: they are not.
     """
 
     name: str
@@ -110,6 +111,7 @@ class LayerShape(HashedOnce):
     shares_logits: bool = False
     tokens_per_row: int = 1
     attention_copies: int = 0
+    key_heads: int = 0
 
     __hash__ = HashedOnce.__hash__
 
@@ -126,6 +128,10 @@ class LayerShape(HashedOnce):
         """Whether tensor parallelism splits its attention by heads, as it does the product that makes queries."""
         first = next((weight for weight in self.weights if weight.per_row), None)
         return first is None or first.tp_dim is not None
+
+    def keys_on(self, tp: int) -> float:
+        """Of `key_width`, what one of `tp` tensor parallel ranks that split its attention has: at least a head."""
+        return self.key_width / (min(tp, self.key_heads) if self.key_heads else tp)
 
     @cached_property
     def expert_weights(self) -> tuple[WeightShape, ...]:

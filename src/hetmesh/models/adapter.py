@@ -57,7 +57,7 @@ class Abilities:
             depends on its input, so that ranks would gather different layers at a time.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
-        reasons: why an ability is absent, by its name; for refusals.
+        reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
     """
 
     activation: Activation | None = None
@@ -125,7 +125,8 @@ class Adapter(Protocol):
         """FQN pattern (`*` is one name) -> a style of `hetmesh.parallel`, or a torch `ParallelStyle`."""
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """The sizes that a tensor parallel degree must divide, by config key: `{"num_attention_heads": 4}`."""
+        """The sizes that a tensor parallel degree must divide, by config key: `{"num_attention_heads": 4}`. Of
+        `num_key_value_heads` it may be a multiple where the plan has `KeyHeads`."""
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
         """Encoder: the number of rows of one media item of raw shape `shape`; raises SampleError if it cannot read

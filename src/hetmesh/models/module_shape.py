@@ -14,6 +14,7 @@ from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
 from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
+from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.tensor_parallel import matches
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,6 +38,7 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     experts = _experts(abilities.experts)
     uses, dims = _uses(module) | {fqn: e.per_row for fqn, e in experts.items()}, _tp_dims(module, plan)
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
+    key_heads = next((style.heads for style in plan.values() if isinstance(style, KeyHeads)), 0)
     layers = []
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
@@ -58,7 +60,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
         copies = abilities.attention_copies if width else 0
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares, tokens, copies))
+        heads = key_heads if width else 0
+        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares, tokens, copies, heads))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", _shapes(rest, shape_of)))

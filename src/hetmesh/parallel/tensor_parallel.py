@@ -6,6 +6,7 @@
 | `colwise_gather_output` | nn.Linear, output on every rank | `Shard(0)` | of its shard, complete |
 | `rowwise` | nn.Linear, sharded input, output on every rank | weight `Shard(1)`, bias plain | complete |
 | `replicated_with_grad_allreduce` | any module that works on a shard (norms of single heads) | plain | *partial* |
+| `KeyHeads` (`key_heads.py`) | an attention: ranks may share its key heads | none of its own | |
 | not in the plan | works on what every rank has in full | plain | complete, and equal on every rank |
 
 Partial gradients must be summed over tp once per step; `hetmesh.parallel.reduce_gradients` does. All others are

@@ -36,7 +36,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     node = problem.machine.ranks_per_node or ranks
     wanted = problem.fixed.get((name, "tp"))
     for tp in [wanted] if isinstance(wanted, int) else powers_of_two(min(_MAX_TENSOR, node, ranks)):
-        if facts.tensor_parallel and facts.tensor_parallel % tp:
+        if facts.tensor_degrees and tp not in facts.tensor_degrees:
             continue
         for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp, sink)):
             lanes, rest = divmod(ranks, tp * cp * pp)
@@ -180,8 +180,8 @@ def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, Module
     pp, replicate, shard, cp, tp = sink.degrees
     first, stop = sink.ranks
     for name in problem.own[:-1]:
-        limit = problem.facts[name].tensor_parallel
-        if limit and limit % tp:
+        valid = problem.facts[name].tensor_degrees
+        if valid and tp not in valid:
             return
         degrees = (1, replicate * cp, shard, 1, tp)
         either = (ModulePlan((first, first + (stop - first) // pp), degrees, again) for again in _CHECKPOINTS)

@@ -25,7 +25,7 @@ class ModuleFacts:
         shape: its layers and their sizes.
         activation: what passes between its layers; None: it cannot be a pipeline.
         first_layers: layers that stay together in the first stage.
-        tensor_parallel: what degrees of tensor parallelism must divide; 0: any degree does.
+        tensor_degrees: the degrees of tensor parallelism that it can have; none: any.
         context_parallel: whether its ranks can share the tokens of a sample.
         alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
         frozen_layers: layers that train nothing, where others of the module do.
@@ -35,7 +35,7 @@ class ModuleFacts:
     shape: ModuleShape
     activation: Activation | None = None
     first_layers: tuple[str, ...] = ()
-    tensor_parallel: int = 0
+    tensor_degrees: tuple[int, ...] = ()
     context_parallel: bool = False
     alone: bool = True
     frozen_layers: frozenset[str] = frozenset()

@@ -3,7 +3,6 @@ the whole module before it trains."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from hetmesh.models.module_shape import check_batch_statistics
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.user.plan_probe import reason_not_compared
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
+from hetmesh.parallel.key_heads import KEY_HEADS, tensor_parallel_degrees, unfit_sizes
 from hetmesh.parallel.tensor_parallel import check_plan
 from hetmesh.recipe.batch_sizes import divisors
 from hetmesh.recipe.module_options import module_options, packs, token_axes
@@ -42,18 +42,20 @@ def check_module(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals
 
 
 def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) -> None:
-    mesh, sizes = recipe.wiring.meshes[name], adapter.tensor_parallel_sizes()
+    mesh, sizes, plan = recipe.wiring.meshes[name], adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
     degree = mesh.axis_size("tp")
-    if wrong := {size: value for size, value in sizes.items() if value % degree}:
+    if wrong := unfit_sizes(sizes, plan, degree):
         owner = recipe.wiring.tables[name]
         takes = "" if owner == name else f" (module {name!r} takes the mesh of {owner!r})"
-        valid = divisors(math.gcd(*sizes.values()))
+        valid = tensor_parallel_degrees(sizes, plan)
         fitting = [d for d in valid if mesh.size % d == 0]
+        multiple = KEY_HEADS in wrong and degree % wrong[KEY_HEADS] == 0
+        why = adapter.abilities.because("key_heads") if multiple else ""
         limit = "" if fitting == valid else f", of which {fitting} divide its {mesh.size} ranks"
         refusals.add(
             f"parallelism.{owner}.tensor_parallel_degree = {degree}{takes} does not divide "
             + " and ".join(f"{size} = {value}" for size, value in wrong.items())
-            + f" of modules.{name}; valid degrees are {valid}{limit}"
+            + f" of modules.{name}{why}; valid degrees are {valid}{limit}"
         )
     key = f"parallelism.{name}.enable_sequence_parallel"
     if not module_options(recipe, name).sequence_parallel:

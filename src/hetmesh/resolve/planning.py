@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -14,6 +13,7 @@ from hetmesh.errors import RecipeError, UsageError
 from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
+from hetmesh.parallel.key_heads import tensor_parallel_degrees
 from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
 from hetmesh.planner.search import BATCHES as SIMULATED
 from hetmesh.recipe.module_options import packs_anyway
@@ -125,13 +125,13 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 
 
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
-    abilities, sizes = adapter.abilities, adapter.tensor_parallel_sizes().values()
+    abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
     activation: Activation | None = abilities.activation
     return ModuleFacts(
         shape,
         activation,
         abilities.first_layers,
-        math.gcd(*sizes),
+        tuple(tensor_parallel_degrees(sizes, plan)),
         name == sink and abilities.use_packed is not None,
         recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
         shape.frozen_layers if recipe.modules[name].trainable else frozenset(),

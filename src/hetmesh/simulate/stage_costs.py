@@ -224,7 +224,7 @@ class StageCosts:
         ahead, back = np.zeros(len(work)), np.zeros(len(work))
         for (kind, how), count in self._attentions.items():
             per_pair = self.module.layers.of(kind, how)[2]
-            size = 2 * kind.key_width / self._size("tp") * how.itemsize
+            size = 2 * kind.keys_on(self._size("tp")) * how.itemsize
             for total, sent, seconds in (
                 (ahead, fetch[:, 0], work[:, 2] * per_pair[_FORWARD]),
                 (back, fetch.sum(1), work[:, 2] * per_pair[_INPUT] if how.upstream or self.backward else 0.0),

@@ -21,6 +21,7 @@ from hetmesh.models.config_keys import hf, positive_int, transformers_config
 from hetmesh.models.weights.model_forms import class_forms
 from hetmesh.models.weights.pretrained import Pretrained, prefixes
 from hetmesh.models.weights.stored_form import StoredForm, in_parts
+from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
 from hetmesh.parallel.stage_views import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -122,15 +123,21 @@ class CausalLMAdapter(AdapterDefaults):
         blocks = (f"model.layers.{i}" for i in range(self.config.num_hidden_layers))
         return ("model.embed_tokens", *blocks, "model.norm", "lm_head")
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
-        prefix = self.model_class.base_model_prefix
-        plan = {f"{prefix}.{pattern}": style for pattern, style in self.config.base_model_tp_plan.items()}
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
+        return self.plan_from(self.config.base_model_tp_plan)
+
+    def plan_from(self, of_decoder: Mapping[str, str]) -> Mapping[str, Any]:
+        """The plan with what transformers' plan of the decoder does not have."""
+        prefix, config = self.model_class.base_model_prefix, self.config
+        plan: dict[str, Any] = {f"{prefix}.{pattern}": style for pattern, style in of_decoder.items()}
+        features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        plan[f"{prefix}.layers.*.self_attn"] = KeyHeads(config.num_key_value_heads, features)
         # A head tied to the (replicated) embedding stays replicated with it.
-        head = {} if self.config.tie_word_embeddings else self.model_class._tp_plan
+        head = {} if config.tie_word_embeddings else self.model_class._tp_plan
         return {**plan, **head}
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        return {key: getattr(self.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+        return {key: getattr(self.config, key) for key in ("num_attention_heads", KEY_HEADS)}
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
         return collate_tokens(samples, metas, sources=self.sources, **how)

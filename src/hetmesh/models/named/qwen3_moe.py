@@ -148,7 +148,7 @@ class Qwen3MoeAdapter(CausalLMAdapter):
     def build(self) -> nn.Module:
         return two_halves(super().build())
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
         plan = super().tensor_parallel_plan()
         experts = self.abilities.experts
         dense = experts is None or len(experts.blocks) < self.config.num_hidden_layers

@@ -57,10 +57,9 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
     def abilities(self) -> Abilities:
         return replace(super().abilities, layer_of_output=self.layer_of_output, position_ids=multimodal_positions)
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
         # transformers gives no plan for this model, whose layers are those of Qwen3.
-        plan = {f"model.{pattern}": style for pattern, style in hf("Qwen3Config").base_model_tp_plan.items()}
-        return plan if self.config.tie_word_embeddings else {**plan, **self.model_class._tp_plan}
+        return self.plan_from(hf("Qwen3Config").base_model_tp_plan)
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer after which a side output of the encoder is added to its tokens; None if there is none."""

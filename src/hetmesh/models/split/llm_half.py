@@ -29,6 +29,7 @@ from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.block import ExpertLayers
+from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
 
 
@@ -125,6 +126,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                 found["token_sharded"] = "it has layers with a sliding window"
             elif self.decoder_of(self.whole.model).config._attn_implementation == "eager":
                 found["token_sharded"] = "its attention is eager, which only a mask of all tokens makes causal"
+        if not any(isinstance(style, KeyHeads) for style in self._text_plan.plan.values()):
+            found["key_heads"] = "which ranks cannot share: not all of its attentions have a k_proj and v_proj of heads"
         decoder = self.decoder_of(self.whole.model)
         if (cap := getattr(self.config, "attn_logit_softcapping", None)) is not None:
             found["use_packed"] = f"its attention caps its logits, attn_logit_softcapping = {cap}"
@@ -192,7 +195,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     def _text_plan(self) -> TextPlan:
         return text_plan(self.whole, self._empty)
 
-    def tensor_parallel_plan(self) -> Mapping[str, str]:
+    def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return self._text_plan.plan
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:

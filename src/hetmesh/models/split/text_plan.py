@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching, within
 
+QUERY_HEADS, PROJECTIONS = "num_attention_heads", ("k_proj", "v_proj")
 NORMS = ("q_norm", "k_norm")
 """Norms of single heads, which work on a rank's heads where the attention is split."""
 
@@ -21,11 +24,12 @@ class TextPlan:
     """How a decoder is split.
 
     Attributes:
+        plan: with `KeyHeads` if ranks can share the key heads of all of its attentions.
         token_sharded: FQNs of the submodules that sequence parallelism splits the tokens of; none where a layer has no
             attention that is split, as whatever it has instead would see a share of the tokens alone.
     """
 
-    plan: Mapping[str, str]
+    plan: Mapping[str, Any]
     sizes: Mapping[str, int]
     token_sharded: tuple[str, ...]
 
@@ -36,24 +40,39 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     own = {f"{decoder}.{pattern}": style for pattern, style in (config.base_model_tp_plan or {}).items()}
     own = {pattern: style for pattern, style in own.items() if matching(module, pattern)}
     # Some plans name no layer at all: Qwen3-VL's of transformers 5.24 has the embedding alone.
-    plan = _with_norms(_known(own, module), module) or _by_names(module, decoder)
+    plan: dict[str, Any] = _with_norms(_known(own, module), module) or _by_names(module, decoder)
     if whole.model.get_output_embeddings().weight is not whole.model.get_input_embeddings().weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
         if plan and head not in STYLES and type(module.get_submodule(whole.head)) is nn.Linear:
             head = "colwise_gather_output"  # many models of transformers leave it out
         plan |= {whole.head: head} if head in STYLES else {}
-    sizes = {
-        key: getattr(config, key)
-        for key in ("num_attention_heads", "num_key_value_heads")
-        if getattr(config, key, None)
-    }
+    sizes = {key: getattr(config, key) for key in (QUERY_HEADS, KEY_HEADS) if getattr(config, key, None)}
     rows = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style == "rowwise"}
     attention = {m for r in rows if "attn" in r or "attention" in r for m in matching(module, r)}
     blocks = [name for name in repeated_blocks(module) if name.startswith(f"{decoder}.")]
+    plan |= _key_heads(plan, module, attention, sizes)
     everywhere = blocks and all(any(within(holder, block) for holder in attention) for block in blocks)
     children = [name for name, child in module.get_submodule(decoder).named_children() if list(child.parameters())]
     shared = tuple(f"{decoder}.{name}" for name in children if f"{decoder}.{name}" != whole.embedding)
     return TextPlan(MappingProxyType(plan), MappingProxyType(sizes if plan else {}), shared if everywhere else ())
+
+
+def _key_heads(
+    plan: Mapping[str, str], module: nn.Module, attention: Collection[str], sizes: Mapping[str, int]
+) -> dict[str, KeyHeads]:
+    """The style of the attentions, by pattern, if each projects and repeats keys and values as `KeyHeads` expects it;
+    else nothing."""
+    found: dict[str, KeyHeads] = {}
+    for name in sorted(attention):
+        holder, part = layer_pattern(name), module.get_submodule(name)
+        heads, features = sizes.get(KEY_HEADS, 0), getattr(part, "head_dim", 0)
+        split = all(plan.get(f"{holder}.{layer}") == "colwise" for layer in PROJECTIONS)
+        widths = {getattr(getattr(part, layer, None), "out_features", 0) for layer in PROJECTIONS}
+        groups = getattr(part, "num_key_value_groups", 0)
+        if not (split and heads) or widths != {heads * features} or groups * heads != sizes.get(QUERY_HEADS):
+            return {}
+        found[holder] = KeyHeads(heads, features)
+    return found
 
 
 def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
