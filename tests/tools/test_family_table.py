@@ -69,6 +69,7 @@ def check(directory, name, column, cell):
     assert given == [cell in (YES, LLM), cell == YES], f"{name}, {column}: {cell}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_check_accepts_and_refuses_what_some_cells_say(families, directory):
     drawn = random.Random(0).sample(list(cells(families)), 6)

@@ -48,6 +48,7 @@ def test_rows_say_what_became_of_a_class(load):
     assert result["image_text"]["split"] == result["split"] == result["passed"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_trains_another_way_is_called_silently_wrong(load, monkeypatch):
     one_class = load("surveying.one_class")

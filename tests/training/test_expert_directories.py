@@ -277,6 +277,7 @@ def test_a_multimodal_model_trains_as_one_process_does(pool4, tmp_path, more):
     compare(reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
 
 
+@exhaustive
 @slow
 def test_adapters_beside_experts_leave_the_experts_as_they_were(pool4, tmp_path):
     path = transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path))

@@ -138,7 +138,7 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
 # What of it each says another case says too, together with more.
 WITHIN_OTHERS = (
     *("disjoint", "colocated, context parallel", "pipeline, context parallel", "encoder context parallel"),
-    *("encoder sharded and context parallel", "zero bubble", "frozen encoder"),
+    *("encoder sharded and context parallel", "zero bubble", "frozen encoder", "sharded"),
 )
 
 
