@@ -97,6 +97,36 @@ def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:
                 yield name, group
 
 
+def finish_fsdp_backward(root: Any) -> None:
+    """Let FSDP2 reduce whole gradients inside `root` that no backward has reduced, and let go of what is gathered; so
+    does torch.distributed.pipelining after the last backward of a stage. `root` has run forward."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def abandon_fsdp_step(module: Any) -> None:
+    """Make FSDP2 forget a step that ended in the middle: shards are in place, whole gradients are dropped, and the next
+    forward begins anew. What had been reduced stays in `.grad`."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for part in module.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        if state._is_root and hasattr(part, "reset_iter_state"):  # from torch 2.13 on; it keeps whole gradients
+            part.reset_iter_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+    for _, group in fsdp_groups(module):
+        group._training_state = TrainingState.IDLE
+        group._to_sharded()
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # from the first gather on
+                parameter._unsharded_param.grad = None
+
+
 @contextmanager
 def one_gloo_device() -> Iterator[None]:
     """Gloo groups made in the body share one device, whose thread wakes up a hundred times a second whether anything

@@ -178,6 +178,24 @@ def test_options_come_with_the_mesh_and_own_keys_go_first():
     assert [options[name].row_dtype for name in ("llm", "vision")] == [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize(("given", "means"), [("default", "never"), ("always", "always"), ("never", "never")])
+def test_in_a_pipeline_parameters_stay_whole_during_a_step_by_default(given, means):
+    """As in torchtitan; also of a module that takes the mesh of its first stage."""
+    text = f"""
+    [parallelism.llm]
+    ranks = "0-3"
+    pipeline_parallel_degree = 2
+    data_parallel_shard_degree = 2
+    fsdp_reshard_after_forward = "{given}"
+    [parallelism.audio]
+    ranks = "0-1"
+    data_parallel_shard_degree = 2
+    """
+    recipe = parse_recipe(MODULES + text)
+    options = {name: module_options(recipe, name).reshard_after_forward for name in recipe.modules}
+    assert options == {"audio": "default", "projector": means, "vision": means, "llm": means}
+
+
 def test_degrees_beyond_any_job_are_refused():
     """Not by running out of memory for a list of the ranks."""
     text = '[modules.llm]\nmodel = "qwen3"\n[parallelism.llm]\ndata_parallel_shard_degree = 9223372036854775807'

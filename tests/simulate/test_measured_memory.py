@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 TENSOR = both("vision") + both("llm", key="tensor_parallel_degree")
 CONTEXT = both("vision", "projector") + both("llm", key="context_parallel_degree")
 SHARDED = both("vision", "llm", key="data_parallel_shard_degree")
+WHOLE = SHARDED + 'fsdp_reshard_after_forward = "never"\n'
 SPREAD = both("vision", "projector", "llm") + "expert_parallel_degree = 2\n"
 SPREAD_SHARDED = (
     both("vision", "projector") + both("llm", key="data_parallel_shard_degree") + "expert_parallel_degree = 2\n"
@@ -24,6 +25,7 @@ exhaustive = pytest.mark.exhaustive
 
 CASES = {
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
+    "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
 }
 MORE = {
@@ -41,6 +43,7 @@ MORE = {
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),
+    "whole during a step": recipe(WHOLE, batch=16),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
     "disjoint": recipe(ALONE + "[parallelism.llm]\nranks = [1]\n", schedule="1f1b", batch=16),
     "three phases": recipe(both("vision", "projector") + PIPELINE, schedule="three_phase", batch=16),

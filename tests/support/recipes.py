@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetmesh.balance import POLICIES as BALANCERS
+from hetmesh.recipe.module_options import module_options
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_draft import Draft, sometimes
@@ -227,6 +228,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "lanes that do not divide": _uneven_lanes,
     "data parallel": _any_mesh("dp_replicate"),
     "FSDP": _any_mesh("dp_shard"),
+    "FSDP, whole in a step": lambda r: any(
+        m.axis_size("dp_shard") > 1 and module_options(r, name).whole_in_step for name, m in r.wiring.meshes.items()
+    ),
     "tensor parallel": _any_mesh("tp"),
     "shared key heads": lambda r: (
         0 < r.modules[r.sink].config.get("num_key_value_heads", 0) < r.wiring.meshes[r.sink].axis_size("tp")

@@ -24,6 +24,8 @@ LLM = {
 }
 """Degrees beside those of a schedule, of context and of expert parallelism."""
 ENCODER = {"DP": {}, "FSDP": {"data_parallel_shard_degree": -1}, "TP": {"tp": 2}, "PP": {"pp": 2}}
+SHARDED = {"FSDP", "FSDP x TP"}
+"""Of these, those for which it counts when gathered parameters are let go."""
 ASSIGNMENTS = {
     "as planned": None,
     "random": RandomAssignment(0, most=3),
@@ -35,6 +37,7 @@ FACTORS = {
     "schedule": (*POLICIES, "bubble_fill"),
     "llm": tuple(LLM),
     "encoder": tuple(ENCODER),
+    "reshard": ("default", "always", "never"),
     "trained": tuple(TRAINED),
     "context": (1, 2),
     "experts": (False, True),
@@ -78,6 +81,8 @@ def allowed(row):
         or (row.get("experts") and row.get("packed") is False)  # experts get no padding
         or (row.get("schedule") == "zero_bubble" and NOT_SPLIT & {row.get(key) for key in SPLIT_FACTORS})  # refused
         or (row.get("schedule") == "bubble_fill" and row.get("ranks") == "disjoint")  # no gaps to fill
+        or (row.get("reshard", "default") != "default" and row.get("llm", "FSDP") not in SHARDED)
+        or (row.get("reshard", "default") != "default" and row.get("schedule") == "zero_bubble")
     )
 
 
@@ -98,6 +103,7 @@ def placed(row):
 def recipe_of(number, row):
     """The recipe of a row, and who handles which sample."""
     encoder, llm = placed(row)
+    reshard = f'\nfsdp_reshard_after_forward = "{row["reshard"]}"'
     keys = []
     if row["llm"] == "SP":
         keys.append("enable_sequence_parallel = true")
@@ -106,8 +112,8 @@ def recipe_of(number, row):
     slices = row["schedule"] == "bubble_fill" and row["ranks"] == "colocated" and row["encoder"] != "PP"
     given = recipe(
         row["schedule"],
-        table("vision", encoder, **ENCODER[row["encoder"]]),
-        "\n".join([table("llm", llm, **degrees(row)), *keys]),
+        table("vision", encoder, **ENCODER[row["encoder"]]) + reshard,
+        "\n".join([table("llm", llm, **degrees(row)) + reshard, *keys]),
         f'[activation_checkpoint]\nmode = "{row["recomputed"]}"',
         f"[debug]\nseed = {number}",
         batch=4,
@@ -122,6 +128,7 @@ def name(row):
     shown = ("schedule", "llm", "encoder", "trained", "ranks", "recomputed", "assignment")
     plain = ("all", "none", "as planned")
     words = [row[key] for key in shown if row[key] not in plain]
+    words += [f"reshard {row['reshard']}"] if row["reshard"] != "default" else []
     words += [key for key in ("experts", "packed", "permuted", "tied") if row[key]]
     words += ["1 key head"] * (row["key_heads"] == 1)
     return ", ".join([*words, *(f"{row[key]} {key}" for key in ("context", "encoders") if row[key] == 2)])

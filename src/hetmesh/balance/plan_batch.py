@@ -131,7 +131,7 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         free=balance.free,
         equal_counts=balance.equal_counts,
         deferral=balance.deferral,
-        lockstep=any(graph.sink.mesh.axis_size(axis) > 1 for axis in ("dp_shard", "ep")),
+        lockstep=graph.sink.lanes_together > 1,
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
     )
 

@@ -1,4 +1,5 @@
-"""The communication log: every message of every boundary, counted at the buffers that carry it."""
+"""The communication log: every message of every boundary, and collectives inside modules whose bytes follow from what
+is done with tokens and parameters, counted at the buffers that carry them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Message:
         op: `sent` or `received`; collectives are logged once, as received.
         peer: the other rank; None for a collective.
         bytes: size of the buffer that carries it.
-        transport: `p2p`, `all_to_all` or `dtensor`; `all_gather` or `reduce_scatter` for a gathered chunk of keys.
+        transport: `p2p`, `all_to_all` or `dtensor`; `all_gather`, `reduce_scatter` or `all_reduce` for a collective of
+            context, expert or fully sharded data parallelism.
     """
 
     label: Label

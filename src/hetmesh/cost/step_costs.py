@@ -78,6 +78,9 @@ class StageBytes:
         gathering: of the bytes that an action holds for a moment, those of parameters that FSDP gathers for it alone.
         scattered: whole gradients of what FSDP gathers for all of a forward, while they are summed to shards at the end
             of each backward.
+        whole: whether `gathered` stays from its first action of a step to the last, whose end the sums are at, and
+            `gradients` are there from then on.
+        whole_gradients: what adds up meanwhile, from the first backward on.
     """
 
     gradients: int = 0
@@ -85,6 +88,8 @@ class StageBytes:
     summed: int = 0
     gathering: int = 0
     scattered: int = 0
+    whole: bool = False
+    whole_gradients: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ class StepCosts:
         stages: per stage and microbatch.
         transfers: per route, forward or reversed; what is left out takes no time.
         gather: per stage, seconds of gathering its sharded parameters before its first forward.
-        reduce: per stage, seconds of summing its gradients over its lanes after its last backward.
+        reduce: per stage, seconds of summing its gradients over its lanes once per step, after its last backward.
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
         static_bytes: per rank, parameters, gradients and optimizer state.
         action_overhead: seconds that the runtime itself spends on each action, in which nothing is computed.

@@ -25,7 +25,8 @@ class ModuleOptions:
     Attributes:
         reshard_after_forward: of modules with a `dp_shard` axis: whether a layer's gathered parameters are let go after
             its forward and gathered again for its backward. `default`: those of blocks are, the root's (embeddings,
-            final norm, head) are kept; `always`: both; `never`: neither.
+            final norm, head) are kept; `always`: both; `never`: neither, and parameters stay whole until the last
+            backward of the step, which sums the gradients of all microbatches (ZeRO-1).
         activation_checkpoint: what a block's backward computes again: nothing, all but matrix products and attention,
             or all of it.
         parameter_dtype: of the parameters, their gradients, the sums of those over ranks and the optimizer's state.
@@ -48,8 +49,19 @@ class ModuleOptions:
         """In what the module computes, and in what its rows and their gradients travel."""
         return self.compute_dtype or self.parameter_dtype
 
+    @property
+    def whole_in_step(self) -> bool:
+        """Whether FSDP, where it shards the module, gathers parameters and sums gradients once per step."""
+        return self.reshard_after_forward == "never"
+
 
 DEFAULT = ModuleOptions()
+
+
+def reshard_in_pipeline(reshard: Reshard, pipeline_ranks: int) -> Reshard:
+    """What a policy means in a module on that many pipeline ranks: there "default" is "never", as in torchtitan, or
+    every microbatch would wait for gathers and sums that nothing hides."""
+    return "never" if reshard == "default" and pipeline_ranks > 1 else reshard
 
 
 LANE_AXES = ("dp_replicate", "dp_shard", "ep")
@@ -163,6 +175,13 @@ class ModuleSpec:
     def num_lanes(self) -> int:
         """Data-parallel coordinates: how many different sets of samples the module processes at a time."""
         return self.lane_mesh.axis_size("lane")
+
+    @property
+    def lanes_together(self) -> int:
+        """How many lanes wait for each other in every microbatch: those that hold different experts, and those that
+        gather their parameters from each other then, and not once per step."""
+        shards = 1 if self.options.whole_in_step else self.mesh.axis_size("dp_shard")
+        return shards * self.mesh.axis_size("ep")
 
     def lane_of(self, rank: int) -> int | None:
         """The lane that `rank` belongs to, or None if it is not a member."""

@@ -21,7 +21,13 @@ from hetmesh.parallel.compile import apply_compile
 from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.experts.routed_tokens import routed_tokens
 from hetmesh.parallel.experts.shard_experts import apply_expert_parallel, apply_expert_sharding
-from hetmesh.parallel.fully_shard import apply_fully_shard, fill_unused, fully_shard_arguments, sharded_forward
+from hetmesh.parallel.fully_shard import (
+    WholeInStep,
+    apply_fully_shard,
+    fill_unused,
+    fully_shard_arguments,
+    sharded_forward,
+)
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
@@ -93,6 +99,7 @@ class ParallelModule:
         tied: FQNs of the parameters that several layers of the whole module share.
         vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
         used: per entry of `stages` whose forwards may use only some parameters: which were used (`fill_unused`).
+        whole: per entry of `stages` of which FSDP keeps parameters whole during a step: what to tell of steps.
     """
 
     module: nn.Module
@@ -103,6 +110,7 @@ class ParallelModule:
     tied: frozenset[str] = frozenset()
     vocabulary: VocabularyShards | None = None
     used: Mapping[int, set[int]] = field(default_factory=dict)
+    whole: Mapping[int, WholeInStep] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters_of(0)  # cached before any forward, while FSDP has its shards in place
@@ -198,15 +206,17 @@ def parallelize(
     autocast = device_mesh.device_type if casts else None
     stages = tuple(AdaptedModule(adapter, part, compute_dtype, autocast) for part in views)
     used: dict[int, set[int]] = {}
+    whole: dict[int, WholeInStep] = {}
     for i, stage in enumerate(stages if sharded else ()):
         held = set(stage.modules())
         apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))
         alone = [] if gathered_whole else [layer for layer in layers if layer in held]
-        apply_fully_shard(stage, alone, dense, options)
+        if (kept := apply_fully_shard(stage, alone, dense, options)) is not None:
+            whole[i] = kept
         if gathered_whole:
             used[i] = fill_unused(stage)
     axes = gradient_axes(dict(module.named_parameters()), spec, partial)
-    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary, used)
+    return ParallelModule(module, stages, spec, device_mesh, axes, tied, vocabulary, used, whole)
 
 
 _SMALL = 8  # a layer with less than this fraction of the largest one's parameters is no block

@@ -1,9 +1,12 @@
 """Fully sharded data parallelism: torch's FSDP2 and HSDP, with gradients as sums.
 
 Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
-all lanes match. Where data decide how often a module enters its layers, these are gathered together. Gradients
-are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M times as much as one, and
-no rank ever holds a whole gradient.
+all lanes match. Where data decide how often a module enters its layers, these are gathered together.
+
+By default gradients are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M
+times as much as one, and no rank ever holds a whole gradient. With `reshard_after_forward = "never"`, the default in a
+pipeline, a step gathers and reduces once (`WholeInStep`): ZeRO-1 (Rajbhandari et al., SC 2020), of which optimizer
+state is all that stays sharded during a step.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hetmesh._torch_compat import REENTRANT, fsdp_groups, graph_nodes
+from hetmesh._torch_compat import REENTRANT, finish_fsdp_backward, fsdp_groups, graph_nodes
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.gradient_axes import fully_shard_axes
@@ -27,7 +31,7 @@ from hetmesh.parallel.gradient_sums import make_missing
 
 def apply_fully_shard(
     root: nn.Module, blocks: Iterable[nn.Module], device_mesh: DeviceMesh, options: ModuleOptions
-) -> None:
+) -> WholeInStep | None:
     """Shard the parameters of `root` in place over the `dp_shard` axis of its mesh (with a `dp_replicate` axis: HSDP).
 
     Each of `blocks` is gathered by itself, right before its forward and backward. Everything else belongs to
@@ -37,6 +41,9 @@ def apply_fully_shard(
     Args:
         root: called for every forward, so that whatever an adapter does with its parts finds them gathered.
         device_mesh: the whole mesh of the module; has an axis `dp_shard`.
+
+    Returns:
+        What the runtime tells when a step begins and ends; None where a step makes no difference.
     """
     # FSDP warns that a hook on a view is lost when the view is changed in place; the runtime changes no output.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -48,7 +55,9 @@ def apply_fully_shard(
     arguments["reshard_after_forward"] = options.reshard_after_forward == "always"
     fully_shard(root, **arguments)
     sum_over_shards(root)
-    root.register_forward_hook(_reshard_without_backward)
+    whole = WholeInStep(root) if options.whole_in_step else None
+    root.register_forward_hook(partial(_reshard_without_backward, whole))
+    return whole
 
 
 def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: str) -> dict[str, Any]:
@@ -68,6 +77,45 @@ def sum_over_shards(root: nn.Module) -> None:
         # gloo and every sum need plain sums: a factor other than 1 would be a reduction that gloo does not have.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
+
+
+class WholeInStep:
+    """Keeps the parameters inside an FSDP root whole from its first action of a step to the last, forward or backward.
+
+    Gradients add up as whole tensors meanwhile, in the dtype in which they are reduced, and the last backward reduces
+    them, block by block, as it lets go of parameters. Which action is the last depends on the schedule, which the
+    runtime knows. Between steps everything is sharded: optimizers, checkpoints and whoever moves experts see shards.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root, self.parts, self.left = root, sharded_modules(root), 0
+
+    def begin(self, actions: int) -> None:
+        """A step begins in which the root has that many actions on this rank."""
+        self.left = actions
+        self._reduce(False)
+
+    @contextmanager
+    def action(self) -> Iterator[None]:
+        """The body is the next of them."""
+        self.left -= 1
+        if self.left:
+            yield
+            return
+        self._reduce(True)
+        yield
+        # Where the last action had a backward this finds nothing to do, unless that entered no part of the root.
+        finish_fsdp_backward(self.root)
+
+    def abandon(self) -> None:
+        """The step ended in the middle."""
+        self.left = 0
+        self._reduce(True)
+
+    def _reduce(self, now: bool) -> None:
+        for part in self.parts:
+            part.set_requires_gradient_sync(now, recurse=False)
+            part.set_reshard_after_backward(now, recurse=False)
 
 
 def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -129,9 +177,13 @@ def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _reshard_without_backward(root: nn.Module, _: Any, output: Tensor | Mapping[str, Tensor]) -> None:
+def _reshard_without_backward(
+    whole: WholeInStep | None, root: nn.Module, _: Any, output: Tensor | Mapping[str, Tensor]
+) -> None:
     """After a forward that no backward follows (evaluation, a frozen module) the backward cannot free what was
     gathered; and whoever reads the parameters next must find shards."""
+    if whole is not None and whole.left:
+        return  # to the next actions of the step
     outputs = [output] if isinstance(output, Tensor) else output.values()
     if not any(rows.requires_grad for rows in outputs):
         for module in sharded_modules(root):

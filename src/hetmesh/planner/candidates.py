@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from hetmesh.graph import MetaArrays, expert_axis, experts_fit, experts_mesh
-from hetmesh.graph.module_graph import CheckpointMode
+from hetmesh.graph.module_graph import CheckpointMode, Reshard
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
 
@@ -30,7 +31,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     """Every layout of a module on `ranks` ranks from rank `first` on that the model and what is fixed allow.
 
     Tensor and context parallelism stay within a node. Lanes replicate their weights, shard them over all lanes, or
-    shard them over the lanes of a node and replicate those.
+    shard them over the lanes of a node and replicate those; how these gather is left to `resharded`.
     """
     facts, sink = problem.facts[name], name == problem.graph.sink.name
     node = problem.machine.ranks_per_node or ranks
@@ -48,6 +49,18 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
                     plan = ModulePlan((first, first + ranks), degrees, checkpoint, ep)
                     if _agrees(problem, name, plan):
                         yield plan
+
+
+def resharded(plan: LayoutPlan) -> Iterator[LayoutPlan]:
+    """`plan`, and the same where FSDP gathers a module in every microbatch and not once per step, or the other way
+    round; of a homogeneous layout all modules. No candidates: there would be several times as many."""
+    each: list[list[ModulePlan]] = []
+    for own in plan.modules.values():
+        ways: tuple[Reshard, ...] = ("default", "always" if own.degree("pp") > 1 else "never")
+        others = [replace(own, reshard=way) for way in ways if way != own.reshard and own.degree("dp_shard") > 1]
+        each.append([own, *others])
+    for modules in zip(*each, strict=False) if plan.placement == "homogeneous" else itertools.product(*each):
+        yield replace(plan, modules=dict(zip(plan.modules, modules, strict=True)))
 
 
 def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> list[int]:
@@ -176,6 +189,7 @@ def schedules(problem: Problem, placement: str, sink: ModulePlan) -> Iterator[tu
 def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
     """All modules as the sink lies: before a pipeline, on the ranks of its first stage; ranks that share tokens are
     lanes of their own there. What is computed again may differ between modules."""
+    reshard: Reshard = sink.reshard_after_forward if sink.degree("dp_shard") > 1 else "default"
     choices: list[list[ModulePlan]] = []
     pp, replicate, shard, cp, tp = sink.degrees
     first, stop = sink.ranks
@@ -184,7 +198,8 @@ def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, Module
         if valid and tp not in valid:
             return
         degrees = (1, replicate * cp, shard, 1, tp)
-        either = (ModulePlan((first, first + (stop - first) // pp), degrees, again) for again in _CHECKPOINTS)
+        ranks = first, first + (stop - first) // pp
+        either = (ModulePlan(ranks, degrees, again, reshard=reshard) for again in _CHECKPOINTS)
         choices.append([plan for plan in either if _agrees(problem, name, plan)])
     for chosen in itertools.product(*choices):
         yield dict(zip(problem.own, (*chosen, sink), strict=True))

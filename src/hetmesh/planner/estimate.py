@@ -28,7 +28,7 @@ class ModuleEstimate:
         stages: seconds of forward and backward of each stage.
         once: seconds of a step that do not depend on microbatches, of the slowest stage.
         kept: bytes of activations of a microbatch, of the stage that keeps most.
-        held: bytes for the whole run on the rank that holds most.
+        held: bytes for the whole run on the rank that holds most, and what FSDP keeps whole during a step.
     """
 
     stages: tuple[float, ...]
@@ -93,7 +93,7 @@ class Estimator:
         shared = plan.degree("cp")
         work = replace(work, rows=-(-work.rows // shared), pairs=-(-work.pairs // shared))
         costs: list[StageCost] = []
-        once = 0.0
+        once, whole = 0.0, 0
         known: dict[tuple, StageCost] = {}
         kind_of = {layer.name: kind for layer, kind in zip(module.shape.layers, kinds(module.shape), strict=True)}
         for i in range(spec.num_stages):
@@ -106,8 +106,10 @@ class Estimator:
             )
             known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
             costs.append(known[alike])
-            once = max(once, stage.reduce)
-        held = most_held(problem.facts[name].shape, spec, problem.optimizer)
+            once = max(once, stage.reduce + (stage.gather if spec.options.whole_in_step else 0.0))
+            if (own := stage.stage_bytes).whole:
+                whole = max(whole, own.gathered + own.whole_gradients)
+        held = whole * stages_per_rank + most_held(problem.facts[name].shape, spec, problem.optimizer)
         kept = math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank
         return ModuleEstimate(tuple(cost.forward + cost.backward for cost in costs), once, kept, held)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, first_stage_mesh
-from hetmesh.graph.module_graph import CheckpointMode
+from hetmesh.graph.module_graph import CheckpointMode, Reshard, reshard_in_pipeline
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
 
@@ -28,12 +28,19 @@ class ModulePlan:
         degrees: size of each of `AXES`.
         activation_checkpoint: what is computed again.
         expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.
+        reshard: when FSDP lets go of gathered parameters (`ModuleOptions`); "default" is "never" in a pipeline.
     """
 
     ranks: tuple[int, int]
     degrees: tuple[int, int, int, int, int]
     activation_checkpoint: CheckpointMode = "none"
     expert_parallel: int = 1
+    reshard: Reshard = "default"
+
+    @property
+    def reshard_after_forward(self) -> Reshard:
+        """What `reshard` means with its degrees."""
+        return reshard_in_pipeline(self.reshard, self.degree("pp"))
 
     def degree(self, axis: str) -> int:
         """The size of one axis."""
@@ -56,7 +63,8 @@ class ModulePlan:
         text = " x ".join(f"{name} {size}" for name, size in zip(names, self.degrees, strict=True) if size > 1)
         experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
         again = ", recomputed" if self.activation_checkpoint == "full" else ""
-        return f"{text or 'one rank'}{experts}{again}"
+        gathered = {"default": "", "never": ", gathered once a step", "always": ", gathered per microbatch"}
+        return f"{text or 'one rank'}{experts}{again}{gathered[self.reshard]}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,11 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
             meshes[name] = first_stage_mesh(meshes[graph.outputs(name)[0].destination])
         stages_per_rank = plan.stages_per_rank if name == graph.sink.name else 1
         own = plan.modules.get(name)
-        specs[name] = laid_out_module(problem, name, meshes[name], own, plan.microbatch_size, stages_per_rank)
+        spec = laid_out_module(problem, name, meshes[name], own, plan.microbatch_size, stages_per_rank)
+        if own is None:  # the keys of its layout come with the mesh
+            reshard = specs[graph.outputs(name)[0].destination].options.reshard_after_forward
+            spec = replace(spec, options=replace(spec.options, reshard_after_forward=reshard))
+        specs[name] = spec
     return ModuleGraph(tuple(specs[module.name] for module in graph.modules), graph.boundaries)
 
 
@@ -132,7 +144,8 @@ def laid_out_module(
     spec = graph[name]
     options = spec.options
     if own is not None:
-        options = replace(options, activation_checkpoint=own.activation_checkpoint)
+        again, reshard = own.activation_checkpoint, own.reshard_after_forward
+        options = replace(options, activation_checkpoint=again, reshard_after_forward=reshard)
     pp, shared = mesh.axis_size("pp"), mesh.axis_size("cp") > 1
     splits: tuple[tuple[str, ...], ...] = ()
     if pp > 1:

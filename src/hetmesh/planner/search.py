@@ -23,6 +23,7 @@ from hetmesh.planner.candidates import (
     microbatch_sizes,
     module_plans,
     rank_splits,
+    resharded,
     schedules,
     with_schedules,
 )
@@ -33,7 +34,7 @@ from hetmesh.planner.problem import Problem
 from hetmesh.simulate import LayerCosts
 
 _MAX_SIMULATED = 48  # at most, of each placement
-_MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS = 12, 4, 4
+_MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS, _MAX_RESHARDED = 12, 4, 4, 8
 _MAX_UNEVEN_SPLITS = 12  # splits of microbatches over an encoder's lanes
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is given another number."""
@@ -97,7 +98,8 @@ class _Search:
     def run(self, shown: int) -> Found:
         best = {}
         for placement in PLACEMENTS:
-            plans = list(itertools.islice(candidates(self.problem, placement), _MAX_SIMULATED + 1))
+            every = (way for plan in candidates(self.problem, placement) for way in resharded(plan))
+            plans = list(itertools.islice(every, _MAX_SIMULATED + 1))
             if len(plans) <= _MAX_SIMULATED:  # estimates have nothing to choose from
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
                 best[placement] = tuple(self._filled(self._measured(plans))[:shown])
@@ -106,7 +108,7 @@ class _Search:
             leaders = self._simulated(promising, _MAX_FITTING)[: max(_FINALISTS, shown)]
             firsts = {plan.microbatch_size: plan for plan in reversed(promising)}  # estimates compare sizes badly
             chosen = {plan.key(): plan for plan in (*leaders, *firsts.values())}
-            final = self._filled(self._near(list(chosen.values())))
+            final = self._filled(self._resharded(self._near(list(chosen.values()))))
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
         found = [plan for plan in asked.values() if plan is not None]
@@ -134,11 +136,12 @@ class _Search:
             if plan.key() in self.estimated:
                 continue
             try:
-                seconds, size = self.estimator.estimate(plan)
+                ways = [(self.estimator.estimate(way), way) for way in resharded(plan)]
             except HetmeshError as error:
                 self.refused[str(error).partition("\n")[0]] += 1
                 continue
-            self.estimated[plan.key()] = seconds
+            self.estimated[plan.key()] = ways[0][0][0]
+            (seconds, size), plan = min(ways, key=lambda way: (limit and way[0][1] > limit, *way[0]))
             if not limit or size <= limit:
                 found.append((seconds, len(found), plan))
             else:
@@ -170,10 +173,20 @@ class _Search:
             for plan in near:
                 self.estimated.pop(plan.key(), None)
             better = self._measured(self._simulated(self._promising(near), _MAX_NEIGHBOURS)[:2])
-            found = sorted([*found, *better], key=_by_seconds)
+            known = {each.plan.key() for each in found}
+            found = sorted([*found, *(each for each in better if each.plan.key() not in known)], key=_by_seconds)
             if found[0] is leader:
                 break
         return found
+
+    def _resharded(self, found: list[Prediction]) -> list[Prediction]:
+        """With all ways in which FSDP may gather the best."""
+        best = [prediction.plan for prediction in found[:_MAX_RESHARDED]]
+        more = {way.key(): way for plan in best for way in resharded(plan)}
+        for prediction in found:
+            more.pop(prediction.plan.key(), None)
+        self.estimated |= dict.fromkeys(more, 0.0)
+        return sorted([*found, *self._measured(more.values())], key=_by_seconds)
 
     def _filled(self, found: list[Prediction]) -> list[Prediction]:
         """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without, and

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetmesh.graph.module_graph import ModuleOptions
+from hetmesh.graph.module_graph import ModuleOptions, reshard_in_pipeline
 from hetmesh.recipe.sections import ModuleParallelism
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ def layout_table(recipe: Recipe, name: str) -> ModuleParallelism:
 
 def module_options(recipe: Recipe, name: str) -> ModuleOptions:
     """How module `name` runs."""
-    own, training = recipe.modules[name], recipe.training
+    own, training, layout = recipe.modules[name], recipe.training, layout_table(recipe, name)
     computes = own.mixed_precision_param or training.mixed_precision_param
     return ModuleOptions(
-        reshard_after_forward=layout_table(recipe, name).fsdp_reshard_after_forward,
+        reshard_after_forward=reshard_in_pipeline(layout.fsdp_reshard_after_forward, layout.pipeline_parallel_degree),
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
         parameter_dtype=DTYPES[training.dtype],
         compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,

@@ -159,6 +159,7 @@ class ModuleParallelism(ScheduleKeys):
     expert_placement_interval: Count = 0  # steps between two moves of experts to even out ranks; 0: they never move
     pipeline_parallel_layers_per_stage: Size | None = None  # more stages than pipeline ranks take turns on them
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None  # layers of each stage; None: equal time
+    # "never", the default in a pipeline: gather and sum once per step; else in every microbatch
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     enable_sequence_parallel: bool = False  # split activations between attention and MLP over tensor parallel ranks
 

@@ -8,7 +8,7 @@ from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
-from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge
+from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge, dense_mesh
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
@@ -89,6 +89,7 @@ def _module(
         work=total,
         flops=module_flops(shape, total, upstream=upstream) if shape else None,
         imbalance=imbalance(work),
+        once_per_step=spec.options.whole_in_step if dense_mesh(mesh).axis_size("dp_shard") > 1 else None,
     )
 
 

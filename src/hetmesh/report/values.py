@@ -38,6 +38,8 @@ class ModuleView:
         imbalance: busiest lane over mean lane in that step, by rows.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
         microbatches: of that step; modules may have different numbers.
+        once_per_step: whether FSDP gathers its parameters and sums its gradients once per step, or else in every
+            microbatch; None where it shards nothing.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ModuleView:
     stages: tuple[tuple[str, ...], ...] = ()
     microbatches: int = 0
     held: tuple[HeldView, ...] = ()
+    once_per_step: bool | None = None
 
     @property
     def summary(self) -> str:

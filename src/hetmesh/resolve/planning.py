@@ -178,6 +178,8 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
                 table[key] = own.degree(axis)
         if own.expert_parallel > 1:
             table[EXPERT_DEGREE] = own.expert_parallel
+        if own.reshard != "default":
+            table["fsdp_reshard_after_forward"] = own.reshard
         tables[name] = table
         keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
     keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
@@ -188,6 +190,7 @@ _PLANNED = {
     "ranks",
     *DEGREE_OF_AXIS.values(),
     EXPERT_DEGREE,
+    "fsdp_reshard_after_forward",
     "pipeline_parallel_schedule",
     "pipeline_parallel_microbatch_size",
     "module_fqns_per_model_part",

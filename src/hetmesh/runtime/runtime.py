@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hetmesh._torch_compat import abandon_fsdp_step
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator, Event
@@ -18,6 +20,7 @@ from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel import Reduction
+from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.parallel.random_state import random_place
 from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes
@@ -47,6 +50,7 @@ class Runtime:
         seed: of everything random; see `hetmesh.parallel.random_state`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
+        whole: of its stages those whose parameters FSDP keeps whole during a step.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
 
@@ -69,10 +73,11 @@ class Runtime:
         transport: str = "auto",
         seed: int = 0,
         finish: Callable[[], None] | None = None,
+        whole: Mapping[Stage, WholeInStep] = MappingProxyType({}),
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.transport = reducers, loss, transport
-        self.finish = finish
+        self.finish, self.whole = finish, whole
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = world.accelerator.random_module
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
@@ -118,7 +123,7 @@ class Runtime:
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
-        with self.world.backend.step(), torch.set_grad_enabled(schedule.training):
+        with self.world.backend.step(), self._forgotten_if_it_fails(), torch.set_grad_enabled(schedule.training):
             for action in runner.actions:
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
                     if action.kind is Kind.REDUCE:
@@ -160,6 +165,18 @@ class Runtime:
 
     def _counted(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.live_bytes is None else self.live_bytes.span(action)
+
+    @contextmanager
+    def _forgotten_if_it_fails(self) -> Iterator[None]:
+        """A step that ends in the middle leaves nothing to the next one."""
+        try:
+            yield
+        except BaseException:
+            for whole in self.whole.values():
+                whole.abandon()
+            for module in self.modules.values():
+                abandon_fsdp_step(module)
+            raise
 
     @contextmanager
     def _guarded(self, action: Action) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -76,20 +76,26 @@ class StepRunner:
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
+        of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
+        for stage, whole in runtime.whole.items():
+            whole.begin(of_stages[stage])
 
     def execute(self, action: Action) -> None:
         """Run one action in which this rank takes part, of any kind but REDUCE."""
         target, m = action.target, action.microbatch
         if isinstance(target, Edge):
             (self._send if action.kind is Kind.SEND else self._receive)(action.route)
-        elif action.kind is Kind.FORWARD:
-            self._forward(target, m)
-        elif action.kind is Kind.BACKWARD:
-            backward(*self._outputs_and_gradients(target, m))
-        elif action.kind is Kind.BACKWARD_INPUT:
-            self._backward_input(target, m)
-        else:
-            self.deferred.pop((target, m)).weight_part()
+            return
+        whole = self.runtime.whole.get(target)
+        with nullcontext() if whole is None else whole.action():
+            if action.kind is Kind.FORWARD:
+                self._forward(target, m)
+            elif action.kind is Kind.BACKWARD:
+                backward(*self._outputs_and_gradients(target, m))
+            elif action.kind is Kind.BACKWARD_INPUT:
+                self._backward_input(target, m)
+            else:
+                self.deferred.pop((target, m)).weight_part()
 
     def _forward(self, stage: Stage, m: int) -> None:
         stages, schedule = self.schedule.stages, self.schedule

@@ -21,9 +21,10 @@ Node = tuple[Stage, int]
 
 
 def lane_groups(spec: ModuleSpec) -> tuple[int, ...]:
-    """Per lane of a module the number of its group. FSDP's lanes gather parameters in every layer, and lanes that hold
-    different experts exchange tokens: those that do so together start together; all others go on alone."""
-    shards = spec.mesh.axis_size("dp_shard") * spec.mesh.axis_size("ep")
+    """Per lane of a module the number of its group. FSDP's lanes gather parameters in every layer, unless these stay
+    whole during a step, and lanes that hold different experts exchange tokens: those that do so together start
+    together; all others go on alone."""
+    shards = spec.lanes_together
     names = [axis for axis in spec.mesh.axes if axis in LANE_AXES]
     if shards == 1 or names[-1:] not in (["dp_shard"], ["ep"]):
         return tuple(range(spec.num_lanes)) if shards == 1 else (0,) * spec.num_lanes

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import StageBytes, StaticMemory, StepCosts
+from hetmesh.cost import StaticMemory, StepCosts
 from hetmesh.graph import Stage
 from hetmesh.schedule import Schedule, holding
 from hetmesh.simulate.program import RECEIVE, Program, program
+from hetmesh.simulate.stage_facts import StageFacts
 from hetmesh.simulate.step_model import StepModel
 from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, REDUCE, TRANSFER
 
@@ -159,8 +160,6 @@ def _on_device(model: StepModel, rank: int) -> StaticMemory:
     return held
 
 
-_NOTHING = StageBytes()
-
 CONTENTS = ("static", "activations", "gathered", "temporaries", "sums", "rows")
 """What memory is full of: parameters, optimizer state and gradients; what is kept from forward to backward; parameters
 that FSDP has gathered; what actions and the optimizer's step hold for a moment; gradients packed to be summed over
@@ -218,17 +217,19 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
     fed by several, their rows are there twice for the moment in which they are put together. Gradients are there from a
     stage's first backward on, what is packed to be summed from its REDUCE on. Between the parts of a split backward
-    activations stay, and gradients of what has weights join them. The optimizer's step comes last, with nothing beside
-    it but what is static.
+    activations stay, and gradients of what has weights join them. Where FSDP keeps parameters whole during a step, they
+    are there from the stage's first action to its last, and whole gradients from its first backward on: the last one
+    makes shards of them. The optimizer's step comes last, with nothing beside it but what is static.
     """
-    count, table, facts = columns.most, columns.stage_tracks, _StageFacts(schedule, costs, columns)
+    count, table, facts = columns.most, columns.stage_tracks, StageFacts(schedule, costs, columns)
     static = list(columns.static_bytes)
     if schedule.training:
         for stage, tracks in enumerate(table):
             for track in tracks:
                 static[track] -= facts.fixed[stage].gradients
     held = _HeldBytes(static)
-    fresh, in_flight = [True] * len(table), [0] * len(table)
+    fresh, in_flight, gathered = [True] * len(table), [0] * len(table), [False] * len(table)
+    left = list(facts.forwards)  # microbatches of which the last action is to come
     # per stage and microbatch: bytes that its forward and its backward read, and its own output where it is kept
     inputs, gradients = [0] * (len(table) * count), [0] * (len(table) * count)
     outputs, readers = [0] * (len(table) * count), list(facts.readers)
@@ -248,15 +249,32 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
         join(stage, size - gathering)
         add(stage, -gathering, GATHERED)
 
-    def finish(stage: int, moment: int) -> None:
-        """One microbatch less is in flight; the first leaves gradients."""
+    def gather(stage: int) -> None:
+        """For the microbatch that begins."""
+        in_flight[stage] += 1
+        if not gathered[stage]:
+            gathered[stage] = True
+            add(stage, facts.fixed[stage].gathered, GATHERED)
+
+    def let_go(stage: int) -> None:
+        """The last action of a microbatch is over."""
         in_flight[stage] -= 1
-        if not in_flight[stage]:
+        left[stage] -= 1
+        if not (left if facts.fixed[stage].whole else in_flight)[stage]:
+            gathered[stage] = False
             add(stage, -facts.fixed[stage].gathered, GATHERED)
-        join(stage, facts.fixed[stage].scattered)
-        if fresh[stage]:
-            fresh[stage] = False
-            add(stage, facts.fixed[stage].gradients, STATIC)
+
+    def finish(stage: int, moment: int) -> None:
+        """One microbatch less is in flight; the first leaves gradients: shards, or whole ones until the last."""
+        own, first, fresh[stage] = facts.fixed[stage], fresh[stage], False
+        let_go(stage)
+        adds_up = own.whole and left[stage] > 0
+        if not adds_up:
+            add(stage, 0 if first else -own.whole_gradients, TEMPORARIES)
+            join(stage, own.scattered)
+        if first or (own.whole and not adds_up):
+            add(stage, *((own.whole_gradients, TEMPORARIES) if adds_up else (own.gradients, STATIC)))
+        if first:
             compute(stage, moment)
 
     joined = facts.joined
@@ -286,12 +304,12 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
             if (at, True) in joined:
                 join(target, joined[at, True], ROWS)
             kept = 0 if facts.recompute[target] or facts.offload[target] or not facts.backward[target] else size
-            if facts.backward[target]:
-                if not in_flight[target]:
-                    add(target, facts.fixed[target].gathered, GATHERED)
-                in_flight[target] += 1
+            if facts.backward[target] or facts.fixed[target].whole:
+                gather(target)
             add(target, kept, ACTIVATIONS)
             compute(target, facts.forward_bytes[at])
+            if facts.fixed[target].whole and not facts.backward[target]:
+                let_go(target)
             if facts.offload[target] or not (facts.recompute[target] or facts.backward[target]):
                 add(target, -inputs[at], ROWS)
                 inputs[at] = 0
@@ -326,51 +344,6 @@ def _with_update(held: _HeldBytes, columns: Program) -> list[Peak]:
         contents[STATIC], contents[TEMPORARIES] = static, update
         found.append(Peak(*most) if sum(most[0]) >= static + update else Peak(tuple(contents), UPDATE))
     return found
-
-
-class _StageFacts:
-    """What the walk asks about stages, by index, and about their microbatches, by cell.
-
-    Attributes:
-        feeding: the cells whose rows a cell reads, once per edge.
-        readers: how many forwards, by edge, read the rows of a cell.
-        fixed: per stage, what it holds whatever the microbatches.
-        forward_bytes, backward_bytes, split_bytes: of cells, see `StageCost`.
-        joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
-    """
-
-    def __init__(self, schedule: Schedule, costs: StepCosts, columns: Program) -> None:
-        stages = schedule.stages.stages
-        self.backward = [schedule.training and stage in schedule.stages.backward_stages for stage in stages]
-        self.recompute = [stage in schedule.recompute for stage in stages]
-        self.offload = [stage in schedule.offload for stage in stages]
-        count, forward_edges = columns.most, len(columns.sources) // 2
-        self.fixed = [costs.stage_bytes.get(stage, _NOTHING) for stage in stages]
-        index = {stage: i for i, stage in enumerate(stages)}
-        cells = len(stages) * count
-        self.forward_bytes, self.backward_bytes, self.split_bytes = ([0] * cells for _ in range(3))
-        for (stage, m), cost in costs.stages.items():
-            if stage in index and m < count:
-                at = index[stage] * count + m
-                self.forward_bytes[at], self.backward_bytes[at] = cost.forward_bytes, cost.backward_bytes
-                self.split_bytes[at] = cost.split_bytes
-        self.readers = [0] * (len(stages) * count)
-        self.feeding: dict[int, list[int]] = {}
-        transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]
-        for i in transfers:
-            target = columns.targets[i]
-            if target < forward_edges:
-                source = columns.sources[target] * count + columns.microbatches[i]
-                self.readers[source] += 1
-                self.feeding.setdefault(columns.destinations[target] * count + columns.to[i], []).append(source)
-        self.joined: dict[tuple[int, bool], int] = {}
-        pieces: dict[tuple[int, int], list[int]] = {}
-        for i in transfers if schedule.routes.pairs else ():
-            pieces.setdefault((columns.targets[i], columns.to[i]), []).append(columns.bytes[i])
-        for (edge, to), sizes in pieces.items():
-            if len(sizes) > 1:
-                key = columns.destinations[edge] * count + to, edge < forward_edges
-                self.joined[key] = self.joined.get(key, 0) + sum(sizes)
 
 
 def peak_rows(plan: BatchPlan, schedule: Schedule) -> Mapping[Stage, int]:

@@ -141,7 +141,7 @@ class StageCosts:
     def _cost(self, parts: np.ndarray, most: np.ndarray, *, first: bool) -> StageCost:
         """From the parts of the rank that takes longest, and bytes of the rank that holds most."""
         values, (kept, split, moment, moment_back) = parts.tolist(), map(round, most.tolist())
-        ahead = values[_SUMS] + (0.0 if first else self.gather)
+        ahead = values[_SUMS] + (0.0 if first or self.options.whole_in_step else self.gather)
         forward = values[_FORWARD] + ahead
         if not self.backward:
             return StageCost(forward, collectives_forward=ahead, forward_bytes=moment + self._gathering)
@@ -254,7 +254,7 @@ class StageCosts:
     def _gathered_again(self) -> float:
         """Seconds of gathering for the backward what was let go after the forward."""
         reshard = self.options.reshard_after_forward
-        return 0.0 if reshard == "never" else self._gather_of(lambda owner: reshard == "always" or bool(owner))
+        return 0.0 if self.options.whole_in_step else self._gather_of(lambda owner: reshard == "always" or bool(owner))
 
     def _gather_of(self, chosen: Callable[[str], bool]) -> float:
         itemsize = self.options.row_dtype.itemsize
@@ -282,7 +282,7 @@ class StageCosts:
     @cached_property
     def _gathering(self) -> int:
         """Bytes of the block that is computed, where it is let go after that, and of the one that comes meanwhile."""
-        blocks = 1 if self.options.reshard_after_forward == "never" else 2
+        blocks = 0 if self.options.whole_in_step else 2
         return blocks * self._largest_block * self.options.row_dtype.itemsize
 
     @cached_property
@@ -299,7 +299,8 @@ class StageCosts:
         if not self.contents.trained:
             return 0
         shard = -(-root // self._size("dp_shard"))
-        return root * itemsize + max(root * self.options.row_dtype.itemsize, shard * itemsize)
+        left = itemsize if self.options.whole_in_step else self.options.row_dtype.itemsize
+        return root * itemsize + max(root * left, shard * itemsize)
 
     @cached_property
     def _largest_block(self) -> int:
@@ -314,15 +315,17 @@ class StageCosts:
         experts = -(-self.contents.experts_trained // self._experts_mesh.axis_size("dp_shard"))
         trained = -(-self.contents.trained // self._size("dp_shard")) + experts
         gradients = trained * self.options.parameter_dtype.itemsize
-        never = self.options.reshard_after_forward == "never"
+        whole = self.options.whole_in_step and bool(self._gathered_together)
         kept = {"default": ("",), "never": tuple(self._gathered_together), "always": ()}
         gathered = sum(self._gathered_together.get(owner, 0) for owner in kept[self.options.reshard_after_forward])
-        gathered += sum(self._gathered_experts.values()) * never
+        gathered += sum(self._gathered_experts.values()) * whole
         replicas = self._size("cp") > 1 or (self._size("dp_replicate") > 1 and not self._gathered_together)
-        if not self.backward:
-            return StageBytes(gathering=self._gathering)
         kept_bytes = gathered * self.options.row_dtype.itemsize
-        return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering, self._scattered)
+        if not self.backward:
+            return StageBytes(gathered=kept_bytes * whole, gathering=self._gathering, whole=whole)
+        adding = self.contents.trained + self.contents.experts_trained if whole else 0
+        added = adding * self.options.parameter_dtype.itemsize
+        return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering, self._scattered, whole, added)
 
     @cached_property
     def _sums(self) -> tuple[float, float, float]:
@@ -339,10 +342,14 @@ class StageCosts:
 
     @property
     def _scatter(self) -> float:
-        """FSDP reduces in the backward of every microbatch, and over replicas too."""
+        """What FSDP reduces in the backward of every microbatch, over replicas too."""
+        return 0.0 if self.options.whole_in_step else self._by_fsdp
+
+    @property
+    def _by_fsdp(self) -> float:
         return sum(self._sums[:2]) if self._group("dp_shard") else 0.0
 
     @property
     def reduce(self) -> float:
-        """Seconds of the sums over lanes, and over ranks that share their tokens, after the last backward."""
-        return self._sums[2] + (0.0 if self._group("dp_shard") else self._sums[1])
+        """Seconds of the sums over lanes, and over ranks that share their tokens, once per step."""
+        return self._sums[2] + (self._by_fsdp - self._scatter if self._group("dp_shard") else self._sums[1])

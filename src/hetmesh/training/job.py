@@ -32,6 +32,8 @@ from hetmesh.parallel import (
     tied_parameters,
 )
 from hetmesh.parallel.apply import Root
+from hetmesh.parallel.fsdp_log import log_collectives
+from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.resolved import ResolvedRecipe
@@ -77,6 +79,7 @@ class Job:
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
+        whole: dict[Stage, WholeInStep] = {}
         tied: list[TiedParameter] = []
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:
@@ -114,6 +117,9 @@ class Job:
             parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
+            whole |= {own[i]: kept for i, kept in parallel.whole.items()}
+            for stage in own:
+                log_collectives(adapted[stage], str(stage), world.log)
         for name in graph.order:
             staged = graph[name].mesh.axis_size("pp") > 1
             shared_ends = staged and ends_are_tied(graph[name], resolved.shapes[name])  # by a weight that is trained
@@ -135,6 +141,7 @@ class Job:
             loss=cross_entropy_of(modules.get(graph.sink.name)) if loss is None else CheckedLoss(loss),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
+            whole=whole,
         )
         root = Root((name, each.module) for name, each in modules.items())
         if world.accelerator.computes:
