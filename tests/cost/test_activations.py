@@ -4,20 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hetmesh._torch_compat import fake_process_group
 from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
 from hetmesh.cost.activations import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
+from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.named.siglip import SiglipAdapter
+from hetmesh.parallel import apply_tensor_parallel
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.routed_tokens import RoutedTokens
 from hetmesh.parallel.experts.token_exchange import ExpertRanks
+from hetmesh.parallel.gradient_sums import local_part
 
 BATCH, LENGTH = 4, 64
 WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)
@@ -101,6 +107,21 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
     predicted = activation_bytes(shape, Work(BATCH * LENGTH // shape.tokens_per_row), 4, upstream=True)
     assert predicted == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("adapter_class", [Qwen3Adapter, LlamaAdapter])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_ranks_that_share_two_key_heads_keep_a_whole_one_each(adapter_class, tp):
+    config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
+    adapter = adapter_class.make(AdapterRequest("llm", {**config, "head_dim": 24}, vocab_size=90))
+    module = adapter.build()
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    x, cos = torch.randn(BATCH, LENGTH, 96, requires_grad=True), torch.randn(BATCH, LENGTH, 24)
+    with fake_process_group(tp):
+        apply_tensor_parallel(module, init_device_mesh("cpu", (tp,)), adapter.tensor_parallel_plan())
+        held = nn.ParameterList(nn.Parameter(local_part(p)) for p in module.parameters())
+        saved = saved_bytes(held, lambda: module.model.layers[0](x, None, position_embeddings=(cos, cos)))
+    assert activation_bytes(shape, WORK, 4, upstream=True, tp=tp) == pytest.approx(saved, rel=0.1)
 
 
 def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():
