@@ -1,5 +1,6 @@
 """Every private torch name that hetmesh uses, in one place, so that a torch upgrade is checked in one place."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,18 @@ REENTRANT = "CheckpointFunctionBackward"
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def whole_tensor(tensor: Any) -> torch.Tensor:
+    """`tensor.full_tensor()` without torch's warning, on each rank, that several dims of a mesh are gathered one after
+    another."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return cast(torch.Tensor, tensor.full_tensor())
+    finally:
+        logger.setLevel(level)
 
 
 def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -188,8 +188,8 @@ def kind(name: str, **arguments):
 )
 def test_elementwise_optimizers(name, copies):
     found = kind(name)
-    assert set(found.uses) == {0, 1, 2, 3, 4}
-    assert {found.uses[dims] for dims in (1, 2, 3, 4)} == {OwnOptimizer(copies, whole=False)}
+    assert set(found.uses) == {0, 1, 2, 3, 4, 5}
+    assert {found.uses[dims] for dims in (1, 2, 3, 4, 5)} == {OwnOptimizer(copies, whole=False)}
 
 
 def test_others_need_whole_parameters():

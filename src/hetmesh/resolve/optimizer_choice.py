@@ -57,7 +57,7 @@ class ChosenOptimizer:
         """Why it trains none of the parameters `names`, which have so many dims; empty if it does."""
         if self.kind is None or dims in self.kind.uses:
             return ""
-        why = self.kind.why.get(dims, "it was tried on up to 4")
+        why = self.kind.why.get(dims, "it was tried on up to 5")
         return (
             f"{self.where} takes no parameters of {counted(dims, 'dim')} ({why}), as {listed(names, 4)}; give them "
             "another one in [[optimizer.param_groups]]"

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
+from hetmesh._torch_compat import whole_tensor
 from hetmesh.errors import RecipeError
 from hetmesh.models.weights.fill_module import copy_part, local_share
 from hetmesh.parallel.apply import Root
@@ -125,8 +126,7 @@ class _OnStandIns(torch.optim.Optimizer):
     def _plain(self, tensor: Any, parameter: Tensor) -> Tensor:
         if not self._gathers(parameter):
             return local_part(tensor)
-        on_device: DTensor = tensor.detach().to(tensor.device_mesh.device_type)  # from the host, if it is offloaded
-        return on_device.full_tensor()
+        return whole_tensor(tensor.detach().to(tensor.device_mesh.device_type))  # from the host, if it is offloaded
 
     def _kept(self, value: Any, parameter: Any, other: Tensor) -> Any:
         """What is kept of a parameter's state: tensors of its shape sharded as it is, all else as it is."""
