@@ -71,7 +71,11 @@ def source_beside(folder: str | None, name: str, options: Mapping[str, Any]) -> 
     wrong = {k: v for k, v in ids.items() if not isinstance(v, int) or not 0 <= v < source.vocab_size}
     if wrong:
         raise RecipeError(f"{key}: {wrong} must be token ids 0..{source.vocab_size - 1} (vocab_size)")
-    if len(source) < 1:
+    try:
+        length = len(source)
+    except TypeError as error:  # of an option that it has kept as it was given
+        raise RecipeError(f"{key}: options {options}: its length is no whole number: {error}") from error
+    if length < 1:
         raise RecipeError(f"{key}: the source is empty")
     return source
 
