@@ -174,8 +174,8 @@ def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks(
     """Which microbatch size is fast is what estimates know least: the best of each is simulated."""
     fixed = {"llm.tensor_parallel_degree": 1, "llm.pipeline_parallel_degree": 1}
     given = load_recipe(RECIPES / "siglip_qwen3_8b.toml", [])
-    # Room for replicas of the encoder beside an LLM that is whole for a step: the shared layout shards it, and gathers
-    # it in half precision.
+    # Room for replicas of the encoder beside an LLM that is whole for a step: the shared layout shards the encoder and
+    # gathers it in half precision.
     room = recipe_problem(resolve(given), machine="h100", ranks=8, fixed=fixed, memory_bytes=100 * 10**9)
     best = search(room, shown=1).best
     assert best["colocated"][0].step_s <= 1.01 * best["homogeneous"][0].step_s
