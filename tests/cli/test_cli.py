@@ -80,7 +80,13 @@ def test_overrides_are_told_from_a_verbs_own_arguments(given, own, overrides):
         (["nowhere.toml"], "recipe nowhere.toml cannot be read: no such file"),
         ([str(RECIPES / "digits.toml"), "--training.stpes", "1"], "unknown key 'stpes'; did you mean 'steps'?"),
         ([str(RECIPES / "digits.toml"), "--parallelism.llm.tensor_parallel_degree", "3"], "must divide its number of"),
-        ([str(RECIPES / "digits.toml"), "--modules.llm.config.num_key_value_heads", "1"], "valid degrees are [1]"),
+        (
+            [
+                *(str(RECIPES / "digits.toml"), "--modules.llm.config.num_attention_heads", "1"),
+                *("--modules.llm.config.num_key_value_heads", "1"),
+            ],
+            "valid degrees are [1]",
+        ),
         ([str(RECIPES / "digits.toml"), "--modules.llm.model", "qwen"], "did you mean 'qwen3'?"),
         ([str(RECIPES / "digits.toml"), "--data.source", "digit"], "no such source"),
         ([str(RECIPES / "digits.toml"), "--boundaries.1.at", "photo"], "has the placeholders ['image']"),

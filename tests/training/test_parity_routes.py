@@ -77,7 +77,7 @@ def first_routes(recipe):
 
 def test_entrain_defers_and_equals_one_process(pool4):
     text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
-    text = text.format(policy="1f1b", batch=36, tied="false", extra="", vision="", projector="", llm="")
+    text = text.format(policy="1f1b", batch=36, tied="false", key_heads=2, extra="", vision="", projector="", llm="")
     tables = (table("vision", "0-1"), table("llm", "2-3", fsdp=2), '[balance]\npolicy = "entrain"\ndeferral = true')
     given = parse_recipe("\n".join([text, *tables]))
     assert first_routes(given).pairs
