@@ -44,6 +44,7 @@ FOUR = {
     "Llama, recomputed": (TP4 + '[activation_checkpoint]\nmode = "full"\n', ('"qwen3"', '"llama"')),
     "LoRA": (TP4, LORA),
     "LoRA of keys and values": (TP4, (LORA[0], LORA[1].replace("2\n", '2\ntarget_modules = ["k_proj", "v_proj"]\n'))),
+    "compiled": (TP4 + '[compile]\nenable = true\nbackend = "aot_eager"\n', PACKED),
     "a key head for all": (TP4, ("value_heads = 2", "value_heads = 1"), PACKED),
 }
 DEGREES = 'ranks = "0-7"\ntensor_parallel_degree = 4\n'
@@ -70,7 +71,9 @@ def recipe(layout, *changes):
     return parse_recipe(text)
 
 
-@pytest.mark.parametrize("case", FOUR)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.exhaustive) if case == "compiled" else case for case in FOUR]
+)
 def test_four_ranks_with_two_key_heads_equal_one_process(pool4, case):
     parity.check(pool4, recipe(*FOUR[case]))
 
