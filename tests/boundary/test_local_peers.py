@@ -153,6 +153,21 @@ def test_two_ranks_of_one_host_find_each_other(monkeypatch):
     assert found.close(0.0) == 0
 
 
+def test_a_rank_on_another_host_is_known_to_all(monkeypatch):
+    """Rank 2; the messages to it go through the backend."""
+    other = Mailbox(1)
+    answers = iter([[None, other.handle, None], [frozenset({1}), frozenset({0}), frozenset()]])
+
+    def gather(results, _):
+        results[:] = next(answers)
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    found = LocalPeers.connect(0, 3)
+    assert ([*found.peers], found.everyone) == ([1], False)
+    found.close(0.0)
+    other.close()
+
+
 def test_who_is_not_seen_by_the_other_stays_on_gloo(monkeypatch):
     found, (_, reached) = connect(monkeypatch, sees_us=False)
     assert (found, reached) == (None, {1})
