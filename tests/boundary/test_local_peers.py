@@ -203,6 +203,15 @@ def test_who_closes_waits_until_others_have_read(mailbox):
     reader.join()
 
 
+def test_a_forked_child_leaves_memory_and_mailbox_to_its_parent(peer, monkeypatch):
+    send(peer, value=3.0)
+    peers = LocalPeers(peer.mailbox, {RANK: peer}, everyone=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        assert peers.close(0.0) == 0
+    assert received(peer) == 3.0
+
+
 def test_one_rank_has_no_peers():
     assert LocalPeers.connect(0, 1) is None
 
