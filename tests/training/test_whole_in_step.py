@@ -136,9 +136,13 @@ def second_gradients(rank, given, where):
     return {name: local_gradient(p) for name, p in job.named_parameters().items()}
 
 
-@pytest.mark.parametrize("reshard", ["never", "default"])
-def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard):
-    given = TWO(reshard=reshard)
+HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
+"""Whole gradients add up in another dtype than that in which they are computed, and so in other tensors."""
+
+
+@pytest.mark.parametrize(("reshard", "keys"), [("never", {}), ("never", HALF), ("default", {})])
+def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard, keys):
+    given = with_training(TWO(reshard=reshard), **keys)
     expected, *others = (
         pool(2).run(second_gradients, given, where, timeout=120) for where in ("", "forward", "backward")
     )
