@@ -9,7 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.graph import Stage
+from hetmesh.graph.module_graph import ModuleOptions
+from hetmesh.layout import MeshSpec
 from hetmesh.parallel import local_gradient
+from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
@@ -191,3 +194,26 @@ def test_half_precision_adds_up_in_that_of_the_sums_and_shards_may_lie_on_the_ho
     for (found, *_), (expected, *_) in zip(whole, each, strict=True):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def last_action_without_backward(rank):
+    """A module of one FSDP unit: its gradient when a last action enters none of it."""
+    mesh = World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2))
+    torch.manual_seed(0)
+    root = torch.nn.Linear(3, 4, bias=False, dtype=torch.float64)
+    whole = apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
+    whole.begin(3)
+    with whole.action():
+        output = root(torch.full((1, 3), rank + 1.0, dtype=torch.float64))
+    with whole.action():
+        output.sum().backward()
+    assert not isinstance(root.weight, DTensor)
+    with whole.action():
+        pass
+    assert isinstance(root.weight, DTensor)
+    return root.weight.grad.to_local()
+
+
+def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool):
+    for gradient in pool(2).run(last_action_without_backward):
+        assert torch.equal(gradient, torch.full((2, 3), 3.0, dtype=torch.float64))
