@@ -196,12 +196,16 @@ def test_half_precision_adds_up_in_that_of_the_sums_and_shards_may_lie_on_the_ho
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def last_action_without_backward(rank):
-    """A module of one FSDP unit: its gradient when a last action enters none of it."""
-    mesh = World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2))
+def one_unit():
+    """A module that is one unit of FSDP on two ranks, which a step keeps whole."""
     torch.manual_seed(0)
     root = torch.nn.Linear(3, 4, bias=False, dtype=torch.float64)
-    whole = apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
+    mesh = World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2))
+    return root, apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
+
+
+def last_action_without_backward(rank):
+    root, whole = one_unit()
     whole.begin(3)
     with whole.action():
         output = root(torch.full((1, 3), rank + 1.0, dtype=torch.float64))
@@ -217,3 +221,19 @@ def last_action_without_backward(rank):
 def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool):
     for gradient in pool(2).run(last_action_without_backward):
         assert torch.equal(gradient, torch.full((2, 3), 3.0, dtype=torch.float64))
+
+
+def forward_after_half_a_step(rank):
+    root, whole = one_unit()
+    x = torch.ones(1, 3, dtype=torch.float64)
+    whole.begin(3)
+    with whole.action():
+        root(x)
+    whole.abandon()
+    with torch.no_grad():
+        root(x)
+    return isinstance(root.weight, DTensor)
+
+
+def test_what_runs_after_half_a_step_leaves_shards(pool):
+    assert pool(2).run(forward_after_half_a_step) == [True, True]
