@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hetmesh.boundary import World, redistribute
 from hetmesh.boundary.local_peers import LocalPeer, LocalPeers, Mailbox, PendingReceive
@@ -153,6 +153,21 @@ def test_two_ranks_of_one_host_find_each_other(monkeypatch):
     assert found.close(0.0) == 0
 
 
+def test_a_rank_on_another_host_is_known_to_all(monkeypatch):
+    """Rank 2; the messages to it go through the backend."""
+    other = Mailbox(1)
+    answers = iter([[None, other.handle, None], [frozenset({1}), frozenset({0}), frozenset()]])
+
+    def gather(results, _):
+        results[:] = next(answers)
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    found = LocalPeers.connect(0, 3)
+    assert ([*found.peers], found.everyone) == ([1], False)
+    found.close(0.0)
+    other.close()
+
+
 def test_who_is_not_seen_by_the_other_stays_on_gloo(monkeypatch):
     found, (_, reached) = connect(monkeypatch, sees_us=False)
     assert (found, reached) == (None, {1})
@@ -177,6 +192,24 @@ def test_who_cannot_open_more_files_stays_on_gloo(monkeypatch):
 
 def out_of_descriptors(*_):
     raise OSError(24, "Too many open files")
+
+
+def test_who_closes_waits_until_others_have_read(mailbox):
+    peer = LocalPeer(mailbox, mailbox.handle)
+    send(peer)
+    reader = threading.Timer(0.2, received, [peer])
+    reader.start()
+    assert LocalPeers(Mailbox(RANK), {RANK: peer}, everyone=True).close(60.0) == 0
+    reader.join()
+
+
+def test_a_forked_child_leaves_memory_and_mailbox_to_its_parent(peer, monkeypatch):
+    send(peer, value=3.0)
+    peers = LocalPeers(peer.mailbox, {RANK: peer}, everyone=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 0)
+        assert peers.close(0.0) == 0
+    assert received(peer) == 3.0
 
 
 def test_one_rank_has_no_peers():
@@ -236,6 +269,33 @@ def test_large_messages_are_the_same_and_counted_the_same_either_way(pool4):
         assert torch.equal(a, b)
         assert [(m.op, m.peer, m.bytes) for m in counted] == [(m.op, m.peer, m.bytes) for m in counted_too]
     assert all(size for *_, size in by_memory[:2])  # it was used
+
+
+def written_again(rank, src):
+    """`redistribute` where a sender writes to memory at once when its reader lets go of it."""
+    world, release = World.current(), PendingReceive.release
+
+    def spoiled(self):
+        self.message.fill_(torch.nan)
+        release(self)
+
+    world.connect()
+    assert world.local_peers.everyone
+    x = torch.arange(16 * 6.0).reshape(16, 6)[: 8 if src == SRC else 16] if rank < 2 else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingReceive, "release", spoiled)
+        return redistribute(x, DST, src=src, shape=(16, 6), dtype=torch.float32, requires_grad=False).to_local()
+
+
+@pytest.mark.slow
+def test_memory_is_let_go_only_when_what_lies_there_is_in_place(pool4):
+    whole = torch.arange(16 * 6.0).reshape(16, 6)
+    sums = Layout(SRC.mesh, (Partial(),))
+    for src, expected in ((SRC, torch.cat([whole[:8]] * 2)), (sums, 2 * whole)):
+        found = pool4.run(written_again, src)
+        first, last = expected.chunk(2)
+        for rank, share in zip(DST.mesh.ranks, (first, first, last, last), strict=True):
+            assert torch.equal(found[rank], share)
 
 
 UNREAD = textwrap.dedent("""

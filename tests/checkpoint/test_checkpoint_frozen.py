@@ -1,5 +1,6 @@
 """Frozen parameters are on the disk once, whatever becomes of the other checkpoints."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -243,6 +244,19 @@ def test_what_is_frozen_may_stay_where_it_came_from(world, tmp_path, referring):
         Trainer(resolve(recipe()), world)
     with pytest.raises(CheckpointError, match=says):
         _ = saved_run(tmp_path / "run").names
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_with_another_config_in_its_directory(world, referring):
+    recipe, directory = referring
+    first = Trainer(resolve(recipe("--checkpoint.frozen", "once")), world)
+    first.train_step()
+    first.save()
+    first.reporter.close()
+    config = directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "layer_norm_eps": 0.5}))
+    with pytest.raises(RecipeError, match=r"modules\.vision\.initial_load_path: layer_norm_eps = 0\.5 in its config"):
+        Trainer(resolve(recipe("--checkpoint.frozen", "once")), world)
 
 
 @pytest.mark.slow

@@ -272,6 +272,19 @@ def test_a_span_reads_no_byte_beside_it(tmp_path):
         FileSpan(path, 90, 30).read()
 
 
+def test_a_span_is_whole_where_the_file_system_gives_less_at_a_time(tmp_path, monkeypatch):
+    """As Linux does of more than 2 GiB, and a network's file system of less."""
+
+    class Few(io.FileIO):
+        def read(self, size=-1):
+            return super().read(min(size, 7))
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    monkeypatch.setattr(Path, "open", lambda self, mode, buffering: Few(self, mode))
+    assert FileSpan(path, 10, 20).read() == bytes(range(10, 30))
+
+
 def converted(data: bytes, form: str) -> bytes:
     buffer = io.BytesIO()
     Image.open(io.BytesIO(data)).save(buffer, form)

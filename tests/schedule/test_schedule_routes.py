@@ -136,8 +136,11 @@ def test_a_frozen_encoder_lets_go_of_what_all_its_consumers_have_read():
 
 
 def test_a_stage_holds_what_its_order_needs():
-    stages, routes = two(), deferred(4)
-    assert caps_by_distance(stages, routes, one_by_one(stages, routes))[VISION] >= 2
+    """All microbatches go through the first chunk of a rank before the next one, which holds one at a time."""
+    modules = module("vision", 0, v=2), module("llm", 1)
+    stages = stage_graph(ModuleGraph(modules, (BoundarySpec("vision", "llm"),)))
+    routes = Routes.make({"vision": 3, "llm": 1}, {("vision", "llm"): [(2, 0)]})
+    assert caps_by_distance(stages, routes, one_by_one(stages, routes))[VISION] == 3
 
 
 def test_actions_name_both_microbatches_where_they_differ():

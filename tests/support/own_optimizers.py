@@ -42,6 +42,15 @@ class RowNorms(SignMomentum):
             p -= lr * gradient / (0.1 + norms.view(-1, *[1] * (p.ndim - 1)))
 
 
+class FlatState(SignMomentum):
+    """Updates each element by itself, and keeps one row of numbers: a part of it is no shard of the parameter."""
+
+    def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
+        momentum = self.state[p].setdefault("momentum", torch.zeros(p.numel(), dtype=p.dtype))
+        with torch.no_grad():
+            p -= lr * torch.tanh(momentum.mul_(0.9).add_(gradient.flatten())).view_as(p)
+
+
 class Noisy(SignMomentum):
     """Draws random numbers."""
 
@@ -59,6 +68,17 @@ class Together(SignMomentum):
 
     def update(self, p, gradient, lr, weight_decay):
         super().update(p, gradient / self.norm, lr, weight_decay)
+
+
+class Decays(SignMomentum):
+    """Shrinks all parameters, also those without a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        super().step()
 
 
 class CountsInGroups(SignMomentum):

@@ -201,6 +201,7 @@ def test_others_need_whole_parameters():
     assert "only supports 2D parameters" in kind("Muon").why[1]
     assert [kind("Adafactor").uses[dims] for dims in (1, 2)] == [OwnOptimizer(1, True), OwnOptimizer(0, True)]
     assert kind("RowNorms").uses[2] == OwnOptimizer(0, whole=True)
+    assert [kind("FlatState").uses[dims] for dims in (1, 2)] == [OwnOptimizer(1, False), OwnOptimizer(0, True)]
     assert kind("SGD", momentum=0.9).uses[2] == OwnOptimizer(1, whole=False)
 
 
@@ -209,6 +210,7 @@ def test_others_need_whole_parameters():
     [
         ("Noisy", {}, "it draws random numbers, which would be others on each rank"),
         ("Together", {}, "what it does to a parameter depends on other parameters"),
+        ("Decays", {}, "or it changes parameters without a gradient"),
         ("CountsInGroups", {}, "it keeps steps in its parameter groups"),
         ("CountsByItself", {}, "it does not go on from its state"),
         ("Remembers", {}, "it remembers parameters"),

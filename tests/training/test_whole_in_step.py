@@ -9,7 +9,10 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.graph import Stage
+from hetmesh.graph.module_graph import ModuleOptions
+from hetmesh.layout import MeshSpec
 from hetmesh.parallel import local_gradient
+from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
@@ -136,9 +139,13 @@ def second_gradients(rank, given, where):
     return {name: local_gradient(p) for name, p in job.named_parameters().items()}
 
 
-@pytest.mark.parametrize("reshard", ["never", "default"])
-def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard):
-    given = TWO(reshard=reshard)
+HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
+"""Whole gradients add up in another dtype than that in which they are computed, and so in other tensors."""
+
+
+@pytest.mark.parametrize(("reshard", "keys"), [("never", {}), ("never", HALF), ("default", {})])
+def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard, keys):
+    given = with_training(TWO(reshard=reshard), **keys)
     expected, *others = (
         pool(2).run(second_gradients, given, where, timeout=120) for where in ("", "forward", "backward")
     )
@@ -187,3 +194,46 @@ def test_half_precision_adds_up_in_that_of_the_sums_and_shards_may_lie_on_the_ho
     for (found, *_), (expected, *_) in zip(whole, each, strict=True):
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def one_unit():
+    """A module that is one unit of FSDP on two ranks, which a step keeps whole."""
+    torch.manual_seed(0)
+    root = torch.nn.Linear(3, 4, bias=False, dtype=torch.float64)
+    mesh = World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2))
+    return root, apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
+
+
+def last_action_without_backward(rank):
+    root, whole = one_unit()
+    whole.begin(3)
+    with whole.action():
+        output = root(torch.full((1, 3), rank + 1.0, dtype=torch.float64))
+    with whole.action():
+        output.sum().backward()
+    assert not isinstance(root.weight, DTensor)
+    with whole.action():
+        pass
+    assert isinstance(root.weight, DTensor)
+    return root.weight.grad.to_local()
+
+
+def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool):
+    for gradient in pool(2).run(last_action_without_backward):
+        assert torch.equal(gradient, torch.full((2, 3), 3.0, dtype=torch.float64))
+
+
+def forward_after_half_a_step(rank):
+    root, whole = one_unit()
+    x = torch.ones(1, 3, dtype=torch.float64)
+    whole.begin(3)
+    with whole.action():
+        root(x)
+    whole.abandon()
+    with torch.no_grad():
+        root(x)
+    return isinstance(root.weight, DTensor)
+
+
+def test_what_runs_after_half_a_step_leaves_shards(pool):
+    assert pool(2).run(forward_after_half_a_step) == [True, True]
