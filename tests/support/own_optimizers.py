@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 class SignMomentum(Optimizer):
     """Each element moves by the sign of its momentum (Lion), softened so that rounding errors stay small. `power` is
-    kept by the object, not by its groups."""
+    kept by the object, not by its groups; parameters get new tensors."""
 
     def __init__(self, params, lr: float, weight_decay: float = 0.0, power: float = 1.0):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -26,12 +26,18 @@ class SignMomentum(Optimizer):
         momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
         momentum.mul_(0.9).add_(gradient)
         p.mul_(1 - lr * weight_decay)
-        p[...] -= lr * torch.tanh(momentum).abs().pow(self.power) * momentum.sign()  # no operation that DTensors have
+        p.data = p - lr * torch.tanh(momentum).abs().pow(self.power) * momentum.sign()
 
 
 class RowNorms(SignMomentum):
     """Each row moves by its direction: a shard of columns does not show that. It keeps a number for each row, and
-    replaces it in every step."""
+    replaces it in every step. Some layers, which their names say, move further than others."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None:
+                    self.update(p, p.grad, group["lr"] * (2 if "layers.1." in name else 1), group["weight_decay"])
 
     def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
         rows = p.shape[:1]
@@ -39,7 +45,7 @@ class RowNorms(SignMomentum):
         with torch.no_grad():
             self.state[p]["norms"] = norms = 0.5 * self.state[p].get("norms", torch.zeros(rows)) + norms
             self.state[p]["count"] = self.state[p].get("count", 0) + 1
-            p -= lr * gradient / (0.1 + norms.view(-1, *[1] * (p.ndim - 1)))
+            p[...] -= lr * gradient / (0.1 + norms.view(-1, *[1] * (p.ndim - 1)))  # which no DTensors have
 
 
 class FlatState(SignMomentum):
@@ -127,6 +133,33 @@ class History(SignMomentum):
     def update(self, p, gradient, lr, weight_decay):
         self.state[p].setdefault("history", []).append(gradient.clone())
         super().update(p, gradient, lr, weight_decay)
+
+
+class Late(SignMomentum):
+    """Has more state from its third step on."""
+
+    def update(self, p, gradient, lr, weight_decay):
+        state = self.state[p]
+        state["count"] = state.get("count", 0) + 1
+        if state["count"] > 2:
+            state["average"] = gradient.clone()
+        super().update(p, gradient, lr, weight_decay)
+
+
+class OneGroup(SignMomentum):
+    """Puts the parameters of all groups into one."""
+
+    def __init__(self, params, **options):
+        super().__init__([p for group in params for p in group["params"]], **options)
+
+
+class AllHaveGradients(SignMomentum):
+    """Does not expect that a parameter has no gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, p.grad, group["lr"], group["weight_decay"])
 
 
 class NoRate(Optimizer):

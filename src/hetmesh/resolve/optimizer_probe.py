@@ -55,7 +55,12 @@ def optimizer_kind(made: type[torch.optim.Optimizer], arguments: FrozenDict) -> 
             except Exception as error:
                 why[dims] = f"{type(error).__name__}: {error}"
                 continue
-            probe.check(trial)
+            try:
+                probe.check(trial)
+            except RecipeError:
+                raise
+            except Exception as error:  # of the class: it does not expect parameters without a gradient, say
+                raise RecipeError(f"{type(error).__name__}: {error}") from error
             uses[dims] = probe.use(trial)
     if not uses:
         raise RecipeError(why[2])
@@ -110,11 +115,17 @@ class _Probe:
 
     def check(self, trial: _Trial) -> None:
         """Raise RecipeError if parameters like that of `trial` could not be trained."""
+        fresh = self.begin([nn.Parameter(trial.values)])
+        if [(len(group["params"]), group.get("param_names")) for group in fresh.param_groups] != [(1, ["0"])]:
+            raise RecipeError(
+                "it makes other parameter groups than it is given, with other names: a checkpoint would not find its "
+                "state; tables of [[optimizer.param_groups]] divide parameters"
+            )
         expected, optimizer = self.run([trial])
         torch.manual_seed(torch.initial_seed() + 1)
         if not _same(self.run([trial])[0], expected):
             raise RecipeError("it draws random numbers, which would be others on each rank")
-        first, last = (dict(o.param_groups[0]) for o in (self.begin([nn.Parameter(trial.values)]), optimizer))
+        first, last = (dict(o.param_groups[0]) for o in (fresh, optimizer))
         if changed := [key for key in last if key != "params" and repr(first.get(key)) != repr(last[key])]:
             raise RecipeError(
                 f"it keeps {', '.join(changed)} in its parameter groups, which a run that goes on sets as the recipe "
@@ -167,6 +178,12 @@ class _Probe:
         for group in fresh.param_groups:
             group["lr"] = 0.0
         fresh.step()  # which makes its state (torchtitan's init_optim_state)
+        for old, new in zip(parameters, _parameters(fresh), strict=True):
+            if late := sorted(optimizer.state[old].keys() ^ fresh.state[new].keys()):
+                raise RecipeError(
+                    f"after its first step its state has not the keys of later ones ({', '.join(late)}), so a "
+                    "checkpoint would not be read; make all of it in the first step"
+                )
         fresh.load_state_dict(state)
         for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)

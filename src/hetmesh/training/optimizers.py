@@ -107,12 +107,18 @@ class _OnStandIns(torch.optim.Optimizer):
             if parameter in before:
                 state = before[parameter].items()
                 self.state[other] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
-        self.param_groups = [{**group, "params": [other for _, other in stand_ins]}]
+        names = dict(zip(group["params"], group["param_names"], strict=True))
+        here = {"params": [other for _, other in stand_ins], "param_names": [names[p] for p in parameters]}
+        self.param_groups = [{**group, **here}]
         super().step()
         for parameter, other in stand_ins:
             if other is not parameter:
                 if self._gathers(parameter):
                     _keep_share(parameter, other)
+                elif not other.is_set_to(
+                    local := local_part(parameter.detach())
+                ):  # `p.data = ...` made it another tensor
+                    local.copy_(other)
                 state = self.state.pop(other, {})
                 if state or parameter in before:
                     self.state[parameter] = {k: self._kept(v, parameter, other) for k, v in state.items()}
