@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import tomli
 import torch
+from torch.distributed.tensor import DTensor
 
+from hetmesh.boundary import World
 from hetmesh.cost.shapes import OwnOptimizer
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe, parse_recipe
@@ -16,6 +18,7 @@ from hetmesh.resolve.optimizer_choice import chosen_optimizer, group_of
 from hetmesh.resolve.optimizer_probe import optimizer_kind
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training import optimizers
+from hetmesh.training.job import Job
 from support import own_optimizers, parity_cases
 from support.parity_cases import table
 from support.whole_runs import run_whole
@@ -163,6 +166,24 @@ def test_a_run_goes_on_in_another_layout(pool4, tmp_path, optimizer, first, then
     found = pool4.run(run_whole, recipe(tmp_path / "run", OPTIMIZERS[optimizer], LAYOUTS[then], saving), 5)
     assert {ran.first for ran in found} == {2}
     check_same(found, expected)
+
+
+def sharded_state(rank, given):
+    """For each tensor like a sharded parameter that optimizers keep after a step, whether it is sharded as that is."""
+    job = Job.assemble(resolve(given), World.current())
+    made, _ = optimizers.make_optimizers(given, job.root)
+    job.forward_backward()
+    made.step()
+    states = [(p, state) for each in made for p, state in each.state.items() if isinstance(p, DTensor)]
+    like = [(p, v) for p, state in states for v in state.values() if isinstance(v, torch.Tensor) and v.shape == p.shape]
+    return [isinstance(v, DTensor) and v.placements == p.placements for p, v in like]
+
+
+@pytest.mark.slow
+def test_of_whole_parameters_each_rank_keeps_its_share_of_the_state(pool4, tmp_path):
+    for found in pool4.run(sharded_state, recipe(tmp_path, MUON, LAYOUTS["FSDP x TP"])):
+        assert len(found) > 10
+        assert all(found)
 
 
 @pytest.mark.slow
