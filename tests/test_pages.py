@@ -72,7 +72,7 @@ RUN_BY = {
             "tests/test_readme.py::test_a_loop_of_ones_own_trains_as_one_process_does",
         ),
         "import torch\nfrom torch import nn": ("tests/test_readme.py::test_parts_of_ones_own_train_without_a_recipe",),
-        "[optimizer]": ("tests/training/test_own_optimizers.py::test_the_example_suits_the_digits",),
+        "[optimizer]": ("tests/training/test_custom_optimizers.py::test_the_example_suits_the_digits",),
     },
 }
 """Page -> the beginning of each of its blocks in a language -> what runs it, shortened where it takes minutes.

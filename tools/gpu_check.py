@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     place = Place(args.device, gpus, args.steps or (10 if args.device == "cuda" else 4))
     of = stamp(JUDGES)
-    result = run(place, args.only or list(CHECKS), tell, args.timeout) | {"kept": of}
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.output, result, indent=1)
+    for result in run(place, args.only or list(CHECKS), tell, args.timeout):
+        if args.output:  # after each check: a machine may be taken away before the last
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(args.output, result | {"kept": of}, indent=1)
+    result |= {"kept": of}
     counts = "{passed} passed, {failed} failed, {skipped} skipped".format(**result)
     print(to_json(result, indent=1) if args.json else counts)
     return int(result["failed"] > 0)
@@ -84,8 +85,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(place: Place, names: Sequence[str], tell: Tell, timeout: float | None = None) -> dict[str, Any]:
-    """All that is asked for, one after the other."""
+def run(place: Place, names: Sequence[str], tell: Tell, timeout: float | None = None) -> Iterator[dict[str, Any]]:
+    """What was found up to each check, one after the other."""
     import torch
 
     began, rows = time.monotonic(), []
@@ -97,16 +98,16 @@ def run(place: Place, names: Sequence[str], tell: Tell, timeout: float | None = 
             row = run_check(name, place, timeout or CHECKS[name], tell)
         tell(f"{row.status.upper()}  {row.line()}")
         rows.append(row)
-    counts = Counter(row.status for row in rows)
-    return {
-        "device": place.device,
-        "gpu": torch.cuda.get_device_name() if place.on_gpu and place.gpus else None,
-        "gpus": place.gpus,
-        "torch": torch.__version__,
-        **{status: counts[status] for status in ("passed", "failed", "skipped")},
-        "seconds": round(time.monotonic() - began, 1),
-        "checks": [row.as_json() for row in rows],
-    }
+        counts = Counter(row.status for row in rows)
+        yield {
+            "device": place.device,
+            "gpu": torch.cuda.get_device_name() if place.on_gpu and place.gpus else None,
+            "gpus": place.gpus,
+            "torch": torch.__version__,
+            **{status: counts[status] for status in ("passed", "failed", "skipped")},
+            "seconds": round(time.monotonic() - began, 1),
+            "checks": [row.as_json() for row in rows],
+        }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
 """The fake device: shapes without values, indices with theirs, where the host waits, what is alive."""
 
 import pytest
+import torch
+from torch.utils.flop_counter import flop_registry
 
+from hetmesh._torch_compat import FakeTensorMode
+from hetmesh.dryrun.device_work import BEFORE, DeviceWork
+from hetmesh.dryrun.host_waits import HostWaits
 from support.on_fake_device import attended, by_values, copies, entered, lists, planted, sharded, trained
 
 
@@ -50,3 +55,18 @@ def test_attention_takes_the_memory_of_the_kernel_that_cuda_would_choose(apart):
 def test_whole_tensors_by_which_dtensor_works_out_shapes_are_not_alive(apart):
     most, _ = apart(entered, sharded)
     assert most == 4 * 2 * 1024
+
+
+def test_flops_of_grouped_queries_need_no_formula_that_knows_them(monkeypatch):
+    """torch 2.11's formula refuses fewer key heads than query heads."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+
+    def formula(query, key, value, *_, out_val):
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return 4 * query.numel() * key.shape[2]
+
+    monkeypatch.setitem(flop_registry, attention, formula)
+    work = DeviceWork(HostWaits(), FakeTensorMode())
+    shapes = ((2, 8, 16, 4), (2, 2, 16, 4), (2, 2, 16, 4))
+    work.note(attention.default, [torch.empty(shape, device="meta") for shape in shapes], {}, None)
+    assert work.by_action[BEFORE].flops == 4 * 2 * 8 * 16 * 4 * 16

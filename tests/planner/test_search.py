@@ -14,7 +14,7 @@ from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import UsageError
 from hetmesh.graph import MetaArrays, Stage
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
-from hetmesh.planner.candidates import can_run, homogeneous, microbatch_sizes, module_plans, resharded
+from hetmesh.planner.candidates import can_run, homogeneous, microbatch_sizes, module_plans, reshard_variants
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.predict import MIN_LANES, some_lanes
@@ -63,7 +63,7 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
     given = problem(4, 32, fixed={"llm.pipeline_parallel_degree": 2, "llm.data_parallel_shard_degree": 2})
     sink = next(plan for plan in module_plans(given, "llm", 0, 4) if plan.activation_checkpoint == "none")
     plan = LayoutPlan("homogeneous", next(homogeneous(given, sink)), "1f1b", 1)
-    plans = list(resharded(plan))
+    plans = list(reshard_variants(plan))
     whole, each = (Predictor(given).predict(plan) for plan in plans)
     assert [str(plan.modules["llm"]) for plan in plans] == ["PP 2 x FSDP 2", "PP 2 x FSDP 2, gathered per microbatch"]
     assert whole.step_s < each.step_s
@@ -178,7 +178,7 @@ def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks(
     eight = recipe_problem(resolve(given), machine="h100", ranks=8, fixed=fixed)
     of_all = min(found[0].step_s for found in search(eight, shown=1).best.values())
     # Where each microbatch gathers: once per step the memory for the encoder's replicas is the LLM's.
-    monkeypatch.setattr(sys.modules["hetmesh.planner.search"], "resharded", lambda plan: iter([plan]))
+    monkeypatch.setattr(sys.modules["hetmesh.planner.search"], "reshard_variants", lambda plan: iter([plan]))
     best = search(eight, shown=1).best
     assert best["colocated"][0].step_s <= best["homogeneous"][0].step_s
     assert of_all <= min(found[0].step_s for found in best.values())

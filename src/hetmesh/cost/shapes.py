@@ -11,7 +11,7 @@ from hetmesh.layout.hashing import HashedOnce
 
 
 @dataclass(frozen=True)
-class OwnOptimizer:
+class OptimizerNeeds:
     """What the optimizer of a parameter makes of it.
 
     Attributes:
@@ -47,7 +47,7 @@ class WeightShape:
     trainable: bool = True
     tp_dim: int | None = None
     within: int | None = None
-    optimizer: OwnOptimizer | None = None
+    optimizer: OptimizerNeeds | None = None
 
     @property
     def expert(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,18 @@ class DeviceWork(LiveBytes):
         if self._is_kernel[func]:
             work.kernels += 1
             if (flops := flop_registry.get(func.overloadpacket)) is not None:
-                work.flops += int(flops(*args, **kwargs, out_val=out))
+                work.flops += int(flops(*_with_query_heads(func, args), **kwargs, out_val=out))
+
+
+def _with_query_heads(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments with as many key and value heads as query heads: torch 2.11's formula of attention, unlike 2.13's,
+    does not know grouped queries. FLOPs are the same."""
+    if "scaled_dot_product" not in func.__name__:
+        return args
+    first = int("backward" in func.__name__)  # after the gradient
+    query, *others = args[first : first + 3]
+    key, value = (x.new_empty((*x.shape[:-3], query.shape[-3], *x.shape[-2:]), device="meta") for x in others)
+    return [*args[:first], query, key, value, *args[first + 3 :]]
 
 
 def _bytes(values: Any) -> int:

@@ -31,7 +31,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     """Every layout of a module on `ranks` ranks from rank `first` on that the model and what is fixed allow.
 
     Tensor and context parallelism stay within a node. Lanes replicate their weights, shard them over all lanes, or
-    shard them over the lanes of a node and replicate those; how these gather is left to `resharded`.
+    shard them over the lanes of a node and replicate those; how these gather is left to `reshard_variants`.
     """
     facts, sink = problem.facts[name], name == problem.graph.sink.name
     node = problem.machine.ranks_per_node or ranks
@@ -51,7 +51,7 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
                         yield plan
 
 
-def resharded(plan: LayoutPlan) -> Iterator[LayoutPlan]:
+def reshard_variants(plan: LayoutPlan) -> Iterator[LayoutPlan]:
     """`plan`, and the same where FSDP gathers a module in every microbatch and not once per step, or the other way
     round; of a homogeneous layout all modules. No candidates: there would be several times as many."""
     each: list[list[ModulePlan]] = []

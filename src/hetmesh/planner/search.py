@@ -23,7 +23,7 @@ from hetmesh.planner.candidates import (
     microbatch_sizes,
     module_plans,
     rank_splits,
-    resharded,
+    reshard_variants,
     schedules,
     with_schedules,
 )
@@ -98,7 +98,7 @@ class _Search:
     def run(self, shown: int) -> Found:
         best = {}
         for placement in PLACEMENTS:
-            every = (way for plan in candidates(self.problem, placement) for way in resharded(plan))
+            every = (way for plan in candidates(self.problem, placement) for way in reshard_variants(plan))
             plans = list(itertools.islice(every, _MAX_SIMULATED + 1))
             if len(plans) <= _MAX_SIMULATED:  # estimates have nothing to choose from
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
@@ -108,7 +108,7 @@ class _Search:
             leaders = self._simulated(promising, _MAX_FITTING)[: max(_FINALISTS, shown)]
             firsts = {plan.microbatch_size: plan for plan in reversed(promising)}  # estimates compare sizes badly
             chosen = {plan.key(): plan for plan in (*leaders, *firsts.values())}
-            final = self._filled(self._resharded(self._near(list(chosen.values()))))
+            final = self._filled(self._reshard_variants(self._near(list(chosen.values()))))
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
         found = [plan for plan in asked.values() if plan is not None]
@@ -136,7 +136,7 @@ class _Search:
             if plan.key() in self.estimated:
                 continue
             try:
-                ways = [(self.estimator.estimate(way), way) for way in resharded(plan)]
+                ways = [(self.estimator.estimate(way), way) for way in reshard_variants(plan)]
             except HetmeshError as error:
                 self.refused[str(error).partition("\n")[0]] += 1
                 continue
@@ -179,10 +179,10 @@ class _Search:
                 break
         return found
 
-    def _resharded(self, found: list[Prediction]) -> list[Prediction]:
+    def _reshard_variants(self, found: list[Prediction]) -> list[Prediction]:
         """With all ways in which FSDP may gather the best."""
         best = [prediction.plan for prediction in found[:_MAX_RESHARDED]]
-        more = {way.key(): way for plan in best for way in resharded(plan)}
+        more = {way.key(): way for plan in best for way in reshard_variants(plan)}
         for prediction in found:
             more.pop(prediction.plan.key(), None)
         self.estimated |= dict.fromkeys(more, 0.0)

@@ -28,7 +28,7 @@ from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
 from hetmesh.recipe.module_options import DTYPES
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.optimizer_choice import with_own_optimizers
+from hetmesh.resolve.optimizer_choice import with_optimizer_needs
 
 Shapes = Mapping[str, ModuleShape | None]
 """The sizes of each module; None of one that cannot be built on the meta device."""
@@ -128,7 +128,7 @@ def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     except Exception:  # a user's constructor may compute with its weights
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
-    return with_own_optimizers(recipe, module_shape(name, adapter, module, plan))
+    return with_optimizer_needs(recipe, module_shape(name, adapter, module, plan))
 
 
 def notes_on_experts(shapes: Shapes) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hetmesh._own_code import import_named
 from hetmesh.cost import ModuleShape
-from hetmesh.cost.shapes import OwnOptimizer, WeightShape
+from hetmesh.cost.shapes import OptimizerNeeds, WeightShape
 from hetmesh.cost.static_memory import OPTIMIZER_COPIES
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.formatting import counted, listed
@@ -55,7 +55,7 @@ class ChosenOptimizer:
 
     def refused(self, dims: int, names: Sequence[str]) -> str:
         """Why it trains none of the parameters `names`, which have so many dims; empty if it does."""
-        if self.kind is None or dims in self.kind.uses:
+        if self.kind is None or dims in self.kind.needs:
             return ""
         why = self.kind.why.get(dims, "it was tried on up to 5")
         return (
@@ -114,7 +114,7 @@ def chosen_optimizer(recipe: Recipe, module: str, group: int) -> ChosenOptimizer
     return ChosenOptimizer(where, made, arguments, kind)
 
 
-def own_optimizers(recipe: Recipe, shape: ModuleShape, refusals: Refusals) -> dict[str, OwnOptimizer]:
+def optimizer_needs(recipe: Recipe, shape: ModuleShape, refusals: Refusals) -> dict[str, OptimizerNeeds]:
     """By parameter of a module what its optimizer makes of it, in a recipe with other optimizers than one of torch's
     AdamW, Adam and SGD. What would not be trained so is added to `refusals`."""
     keys = recipe.optimizer
@@ -124,38 +124,38 @@ def own_optimizers(recipe: Recipe, shape: ModuleShape, refusals: Refusals) -> di
     for weight in shape.weights:
         if weight.trainable:
             members.setdefault(group_of(keys, f"{shape.name}.{weight.name}"), []).append(weight)
-    uses: dict[str, OwnOptimizer] = {}
+    needs: dict[str, OptimizerNeeds] = {}
     table = recipe.parallelism.modules.get(shape.name)
     for group, weights in members.items():
         with refusals.collect():
             chosen = chosen_optimizer(recipe, shape.name, group)
             if chosen.kind is None:
-                plain = OwnOptimizer(OPTIMIZER_COPIES[chosen.made.__name__], whole=False)
-                uses |= {weight.name: plain for weight in weights}
+                plain = OptimizerNeeds(OPTIMIZER_COPIES[chosen.made.__name__], whole=False)
+                needs |= {weight.name: plain for weight in weights}
                 continue
             kind = chosen.kind
             for dims in sorted({len(weight.shape) for weight in weights}):
                 names = [f"{shape.name}.{weight.name}" for weight in weights if len(weight.shape) == dims]
                 if refused := chosen.refused(dims, names):
                     refusals.add(refused)
-            found = {w.name: kind.uses[len(w.shape)] for w in weights if len(w.shape) in kind.uses}
-            uses |= found
+            found = {w.name: kind.needs[len(w.shape)] for w in weights if len(w.shape) in kind.needs}
+            needs |= found
             moving = 0 if table is None else table.expert_placement_interval
             if moving and any(w.expert and w.name in found and found[w.name].whole for w in weights):
                 refusals.add(
                     f"parallelism.{shape.name}.expert_placement_interval = {moving}: {chosen.where} works on all of a "
                     "block's experts at once, so they cannot move; make it 0, or give them another optimizer"
                 )
-    return uses
+    return needs
 
 
-def with_own_optimizers(recipe: Recipe, shape: ModuleShape) -> ModuleShape:
-    """`shape` with the `own_optimizers` of its parameters."""
-    uses = own_optimizers(recipe, shape, Refusals())  # `check_recipe` says what is refused
-    if not uses:
+def with_optimizer_needs(recipe: Recipe, shape: ModuleShape) -> ModuleShape:
+    """`shape` with the `optimizer_needs` of its parameters."""
+    needs = optimizer_needs(recipe, shape, Refusals())  # `check_recipe` says what is refused
+    if not needs:
         return shape
     layers = (
-        replace(layer, weights=tuple(replace(w, optimizer=uses.get(w.name)) for w in layer.weights))
+        replace(layer, weights=tuple(replace(w, optimizer=needs.get(w.name)) for w in layer.weights))
         for layer in shape.layers
     )
     return replace(shape, layers=tuple(layers))
@@ -165,7 +165,7 @@ def check_optimizers(recipe: Recipe, shapes: Mapping[str, ModuleShape | None], r
     """Refuse optimizers that could not train the parameters that they have, and tables that have none."""
     keys, known = recipe.optimizer, [shape for shape in shapes.values() if shape is not None]
     for shape in known:
-        own_optimizers(recipe, shape, refusals)
+        optimizer_needs(recipe, shape, refusals)
     names = [f"{shape.name}.{w.name}" for shape in known for w in shape.weights if w.trainable]
     if len(known) == len(shapes):
         for idle in sorted({*range(len(keys.param_groups))} - {group_of(keys, name) for name in names}):

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from hetmesh.cost.shapes import OwnOptimizer
+from hetmesh.cost.shapes import OptimizerNeeds
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.section import FrozenDict, thaw
 
@@ -29,11 +29,11 @@ class OptimizerKind:
     """What a class does with some arguments.
 
     Attributes:
-        uses: by number of dims of a parameter, up to 5, what it makes of one; of those that it takes.
+        needs: by number of dims of a parameter, up to 5, what it makes of one; of those that it takes.
         why: why it does not take the others.
     """
 
-    uses: Mapping[int, OwnOptimizer]
+    needs: Mapping[int, OptimizerNeeds]
     why: Mapping[int, str]
 
 
@@ -46,7 +46,7 @@ def optimizer_kind(made: type[torch.optim.Optimizer], arguments: FrozenDict) -> 
             checkpoint; why, without a key.
     """
     probe = _Probe(partial(made, **(thaw(arguments) | {"lr": _LR})))
-    uses, why = dict[int, OwnOptimizer](), dict[int, str]()
+    needs, why = dict[int, OptimizerNeeds](), dict[int, str]()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         for dims, shape in enumerate(_SHAPES):
             trial = _Trial.of(shape)
@@ -61,10 +61,10 @@ def optimizer_kind(made: type[torch.optim.Optimizer], arguments: FrozenDict) -> 
                 raise
             except Exception as error:  # of the class: it does not expect parameters without a gradient, say
                 raise RecipeError(f"{type(error).__name__}: {error}") from error
-            uses[dims] = probe.use(trial)
-    if not uses:
+            needs[dims] = probe.needs(trial)
+    if not needs:
         raise RecipeError(why[2])
-    return OptimizerKind(uses, why)
+    return OptimizerKind(needs, why)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Probe:
                 "parameters without a gradient"
             )
 
-    def use(self, trial: _Trial) -> OwnOptimizer:
+    def needs(self, trial: _Trial) -> OptimizerNeeds:
         """What it makes of a parameter like that of `trial`."""
         (expected,), optimizer = self.run([trial])
         shape, alone = expected.shape, True
@@ -164,7 +164,7 @@ class _Probe:
         except Exception:  # it does not take such a part
             alone = False
         like = [x for x in kept if x.shape == shape]
-        return OwnOptimizer(len(like), whole=not alone or len(like) < len(kept))
+        return OptimizerNeeds(len(like), whole=not alone or len(like) < len(kept))
 
     def _resume(self, optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:
         """As a run does that goes on from a checkpoint, before the last step."""

@@ -60,7 +60,7 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
                 factories[factory] = optimizer.made
             else:
                 factory = f"{name}, {optimizer.where}"
-                factories[factory] = partial(_on_stand_ins(optimizer.made, optimizer.kind), **optimizer.arguments)
+                factories[factory] = partial(_on_plain_tensors(optimizer.made, optimizer.kind), **optimizer.arguments)
             pattern = "|".join(f"^{re.escape(key)}$" for key in names)
             groups.append(
                 _titan.param_group_config()(pattern=pattern, optimizer_name=factory, optimizer_kwargs=arguments)
@@ -72,7 +72,7 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     return optimizers, _schedulers(recipe.lr_scheduler, recipe.training.steps, optimizers)
 
 
-class _OnStandIns(torch.optim.Optimizer):
+class _OnPlainTensors(torch.optim.Optimizer):
     """A mixin whose step hands its class a plain tensor for each sharded parameter: this rank's shard, or the whole of
     it where the class does not update each element by itself.
 
@@ -98,45 +98,43 @@ class _OnStandIns(torch.optim.Optimizer):
             self.param_groups = groups
 
     def _gathers(self, parameter: Tensor) -> bool:
-        return self.kind.uses[parameter.ndim].whole
+        return self.kind.needs[parameter.ndim].whole
 
     def _step(self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> None:
-        stand_ins = [(p, self._stand_in(p) if isinstance(p, DTensor) else p) for p in parameters]
-        before = {p: self.state.pop(p) for p, other in stand_ins if other is not p and p in self.state}
-        for parameter, other in stand_ins:
+        pairs = [(p, self._plain_parameter(p) if isinstance(p, DTensor) else p) for p in parameters]
+        before = {p: self.state.pop(p) for p, plain in pairs if plain is not p and p in self.state}
+        for parameter, plain in pairs:
             if parameter in before:
                 state = before[parameter].items()
-                self.state[other] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
+                self.state[plain] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
         names = dict(zip(group["params"], group["param_names"], strict=True))
-        here = {"params": [other for _, other in stand_ins], "param_names": [names[p] for p in parameters]}
+        here = {"params": [plain for _, plain in pairs], "param_names": [names[p] for p in parameters]}
         self.param_groups = [{**group, **here}]
         super().step()
-        for parameter, other in stand_ins:
-            if other is not parameter:
+        for parameter, plain in pairs:
+            if plain is not parameter:
                 if self._gathers(parameter):
-                    _keep_share(parameter, other)
-                elif not other.is_set_to(
-                    local := local_part(parameter.detach())
-                ):  # `p.data = ...` made it another tensor
-                    local.copy_(other)
-                state = self.state.pop(other, {})
+                    _keep_share(parameter, plain)
+                elif not plain.is_set_to(local := local_part(parameter.detach())):  # after `p.data = ...`
+                    local.copy_(plain)
+                state = self.state.pop(plain, {})
                 if state or parameter in before:
-                    self.state[parameter] = {k: self._kept(v, parameter, other) for k, v in state.items()}
+                    self.state[parameter] = {k: self._kept(v, parameter, plain) for k, v in state.items()}
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
-        other = nn.Parameter(self._plain(parameter, parameter))
+    def _plain_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        plain = nn.Parameter(self._plain(parameter, parameter))
         if local_gradient(parameter) is not None:  # which brings it into the parameter's placements
-            other.grad = self._plain(parameter.grad, parameter)
-        return other
+            plain.grad = self._plain(parameter.grad, parameter)
+        return plain
 
     def _plain(self, tensor: Any, parameter: Tensor) -> Tensor:
         if not self._gathers(parameter):
             return local_part(tensor)
         return whole_tensor(tensor.detach().to(tensor.device_mesh.device_type))  # from the host, if it is offloaded
 
-    def _kept(self, value: Any, parameter: Any, other: Tensor) -> Any:
+    def _kept(self, value: Any, parameter: Any, plain: Tensor) -> Any:
         """What is kept of a parameter's state: tensors of its shape sharded as it is, all else as it is."""
-        if not isinstance(value, Tensor) or not value.ndim or value.shape != other.shape:
+        if not isinstance(value, Tensor) or not value.ndim or value.shape != plain.shape:
             return value
         if self._gathers(parameter):
             share = torch.empty_like(parameter.detach(), dtype=value.dtype)
@@ -146,8 +144,8 @@ class _OnStandIns(torch.optim.Optimizer):
         return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **how)
 
 
-def _on_stand_ins(made: type[torch.optim.Optimizer], kind: OptimizerKind) -> type[torch.optim.Optimizer]:
-    return type(made.__name__, (_OnStandIns, made), {"kind": kind})
+def _on_plain_tensors(made: type[torch.optim.Optimizer], kind: OptimizerKind) -> type[torch.optim.Optimizer]:
+    return type(made.__name__, (_OnPlainTensors, made), {"kind": kind})
 
 
 def _keep_share(sharded: Tensor, whole: Tensor) -> None:
@@ -185,8 +183,8 @@ def keeping_options(optimizers: tuple[Any, Any] | None) -> Iterator[None]:
 
 def learning_rate(recipe: Recipe) -> Callable[[int], float]:
     """`[optimizer] lr` of the step that comes after so many; the same on every rank, with something to train or not."""
-    stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    factor = _schedulers(recipe.lr_scheduler, recipe.training.steps, [stand_in]).schedulers[0].lr_lambdas[0]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+    factor = _schedulers(recipe.lr_scheduler, recipe.training.steps, [optimizer]).schedulers[0].lr_lambdas[0]
     return lambda step: recipe.optimizer.lr * factor(step)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
-from hetmesh.cost.shapes import OwnOptimizer
+from hetmesh.cost.shapes import OptimizerNeeds
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.recipe.section import FrozenDict
@@ -19,12 +19,12 @@ from hetmesh.resolve.optimizer_probe import optimizer_kind
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training import optimizers
 from hetmesh.training.job import Job
-from support import own_optimizers, parity_cases
+from support import custom_optimizers, parity_cases
 from support.parity_cases import table
 from support.whole_runs import run_whole
 
 ROOT = Path(__file__).parents[2]
-OWN = "support.own_optimizers"
+OWN = "support.custom_optimizers"
 MUON = """
 [optimizer]
 name = "torch.optim:Muon"
@@ -120,7 +120,7 @@ def test_a_layout_equals_one_process(pool4, tmp_path, optimizer, layout):
 def run_on_shards(rank, recipe, steps):
     """`run_whole` where each rank orthogonalises its shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers._OnStandIns, "_gathers", lambda *_: False)
+        patch.setattr(optimizers._OnPlainTensors, "_gathers", lambda *_: False)
         return run_whole(rank, recipe, steps)
 
 
@@ -200,7 +200,7 @@ def test_another_optimizer_does_not_go_on(pool4, tmp_path):
 
 
 def kind(name: str, **arguments):
-    made = getattr(own_optimizers, name, None) or getattr(torch.optim, name)
+    made = getattr(custom_optimizers, name, None) or getattr(torch.optim, name)
     return optimizer_kind(made, FrozenDict(arguments))
 
 
@@ -213,17 +213,17 @@ def kind(name: str, **arguments):
 )
 def test_elementwise_optimizers(name, copies):
     found = kind(name)
-    assert set(found.uses) == {0, 1, 2, 3, 4, 5}
-    assert {found.uses[dims] for dims in (1, 2, 3, 4, 5)} == {OwnOptimizer(copies, whole=False)}
+    assert set(found.needs) == {0, 1, 2, 3, 4, 5}
+    assert {found.needs[dims] for dims in (1, 2, 3, 4, 5)} == {OptimizerNeeds(copies, whole=False)}
 
 
 def test_others_need_whole_parameters():
-    assert kind("Muon").uses == {2: OwnOptimizer(1, whole=True)}
+    assert kind("Muon").needs == {2: OptimizerNeeds(1, whole=True)}
     assert "only supports 2D parameters" in kind("Muon").why[1]
-    assert [kind("Adafactor").uses[dims] for dims in (1, 2)] == [OwnOptimizer(1, True), OwnOptimizer(0, True)]
-    assert kind("RowNorms").uses[2] == OwnOptimizer(0, whole=True)
-    assert [kind("FlatState").uses[dims] for dims in (1, 2)] == [OwnOptimizer(1, False), OwnOptimizer(0, True)]
-    assert kind("SGD", momentum=0.9).uses[2] == OwnOptimizer(1, whole=False)
+    assert [kind("Adafactor").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, True), OptimizerNeeds(0, True)]
+    assert kind("RowNorms").needs[2] == OptimizerNeeds(0, whole=True)
+    assert [kind("FlatState").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, False), OptimizerNeeds(0, True)]
+    assert kind("SGD", momentum=0.9).needs[2] == OptimizerNeeds(1, whole=False)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_others_need_whole_parameters():
         ("CountsInGroups", {}, "it keeps steps in its parameter groups"),
         ("CountsByItself", {}, "it does not go on from its state"),
         ("Remembers", {}, "it remembers parameters"),
-        ("OwnRate", {}, "it does not read lr from its parameter groups"),
+        ("FixedRate", {}, "it does not read lr from its parameter groups"),
         ("History", {}, "its state 'history' is a list"),
         ("Late", {}, "after its first step its state has not the keys of later ones (average)"),
         ("OneGroup", {}, "it makes other parameter groups than it is given"),

@@ -120,7 +120,7 @@ class Remembers(SignMomentum):
                 self.update(p, p.grad, group["lr"], 0.0)
 
 
-class OwnRate(SignMomentum):
+class FixedRate(SignMomentum):
     """Reads its rate from where no schedule sets it."""
 
     def update(self, p, gradient, lr, weight_decay):
