@@ -98,7 +98,9 @@ class LayerCosts:
         exchange = exchange_time(layer, work, how.experts, self.machine, **links)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
-        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
+        sums = exchange + tensor_parallel_time(
+            layer, work, how.group, self.machine, **links, sequence_parallel=how.sequence_parallel
+        )
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
         flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
