@@ -133,30 +133,27 @@ def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
 def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float) -> Iterator[float]:
     """What transformers' RMSNorms keep beyond the output of the product before them: the normalised input, for their
     own weight's gradient. Those over heads, first of queries, then of keys, stand between a projection and attention,
-    which then keeps another tensor than the projection gave."""
+    which then keeps another tensor than the projection gave, as wide."""
     of_heads = iter((layer.attention_width / tp, layer.keys_on(tp) or layer.attention_width / tp))
     for norm in _root_mean_square_norms(layer):
         if norm.numel == first.inputs:
             yield norm.numel * (norm.trainable + _raised(itemsize)) * between
         else:
             own = next(of_heads, layer.attention_width / tp)
-            yield own * (norm.trainable + _raised(itemsize)) + layer.attention_width / tp
+            yield own * (norm.trainable + _raised(itemsize) + 1)
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
-    """Attention's output, which its backward reads, unless the product after it keeps it anyway; of keys and values
-    with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above); and what of
-    a head that ranks share the others have made of both."""
+    """Attention's output, which its backward reads, unless the product after it keeps it anyway; and what of a head of
+    keys and values that ranks share the others have made. A kernel reads each of these heads for several of queries:
+    transformers makes no copies where there is no mask (`transformers.integrations.sdpa_attention`)."""
     width, groups = layer.attention_width, _distinct(products)
     if not width:
         return 0.0
     split = tp if layer.splits_attention else 1
     output = 0 if any(w.inputs == width and w is not products[0] for w in groups) else width
-    keys = layer.keys_on(split)
-    copies = max(width / split - keys, 0.0) if keys else 0.0
-    normed = any(norm.numel != products[0].inputs for norm in _root_mean_square_norms(layer))
-    others = 2 * (keys - layer.key_width / split)
-    return (output + layer.attention_copies * width) / split + copies * (1 if normed else 2) + others
+    others = 2 * (layer.keys_on(split) - layer.key_width / split)
+    return (output + layer.attention_copies * width) / split + others
 
 
 def _first_part(products: list[WeightShape]) -> list[WeightShape]:
