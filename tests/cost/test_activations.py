@@ -113,7 +113,9 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_key_heads_that_several_query_heads_read_are_not_copied(adapter_class, dtype):
     config = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 1}
-    adapter = adapter_class.make(AdapterRequest("llm", {**config, "head_dim": 64, "intermediate_size": 1024}, vocab_size=90))
+    adapter = adapter_class.make(
+        AdapterRequest("llm", {**config, "head_dim": 64, "intermediate_size": 1024}, vocab_size=90)
+    )
     module = adapter.build().to(dtype)
     shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
     x = torch.randn(BATCH, LENGTH, 512, dtype=dtype, requires_grad=True)
