@@ -52,7 +52,7 @@ def watched(rank, recipe):
 
 
 OFTEN = {
-    *(("digits", way) for way in WAYS),
+    ("digits", "projector only"),
     *(("digits_colocated", way) for way in ("frozen LLM", "LoRA in encoder and some layers")),
     *(("digits_overlapping", way) for way in ("frozen encoder", "LoRA")),
 }
