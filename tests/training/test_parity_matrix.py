@@ -52,11 +52,6 @@ FACTORS = {
 }
 
 
-SPLIT_FACTORS = ("llm", "encoder", "recomputed")
-NOT_SPLIT = {"FSDP", "selective", "full"}
-"""What a backward in two parts does not go with, of these factors."""
-
-
 def degrees(row):
     """Those of the LLM; experts are spread over two ranks of data parallelism."""
     found = dict(LLM[row.get("llm", "one rank")])
@@ -79,10 +74,9 @@ def allowed(row):
     return not (
         size(row) > (2 if row.get("ranks") == "disjoint" else 4)
         or (row.get("experts") and row.get("packed") is False)  # experts get no padding
-        or (row.get("schedule") == "zero_bubble" and NOT_SPLIT & {row.get(key) for key in SPLIT_FACTORS})  # refused
         or (row.get("schedule") == "bubble_fill" and row.get("ranks") == "disjoint")  # no gaps to fill
         or (row.get("reshard", "default") != "default" and row.get("llm", "FSDP") not in SHARDED)
-        or (row.get("reshard", "default") != "default" and row.get("schedule") == "zero_bubble")
+        or (row.get("reshard") == "always" and row.get("schedule") == "zero_bubble")  # refused
     )
 
 
