@@ -43,6 +43,9 @@ MORE = {
     "pipeline, split backward, recomputed": recipe(
         ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full"
     ),
+    "pipeline, split backward, recomputed, bfloat16": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
     "split backward, whole during a step, recomputed, bfloat16": recipe(
         WHOLE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
     ),

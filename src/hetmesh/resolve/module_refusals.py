@@ -101,7 +101,8 @@ def _zero_bubble(recipe: Recipe, name: str, refusals: Refusals) -> None:
         written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
         refusals.add(
             f'parallelism.{name}.fsdp_reshard_after_forward = "{reshard}": {written} = "zero_bubble" puts off '
-            'gradients of weights, which would then be gone; valid are "never" and "default", or the schedule 1f1b or interleaved'
+            'gradients of weights, which would then be gone; valid are "never" and "default", or the schedule 1f1b or '
+            "interleaved"
         )
 
 
