@@ -59,12 +59,16 @@ def whole_tensor(tensor: Any) -> torch.Tensor:
         logger.setLevel(level)
 
 
-def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's `stage_backward_input` and `stage_backward_weight`. What they import takes a second; only the schedule
-    zero_bubble needs them."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+def split_backward() -> Any:
+    """torch's module of `stage_backward_input`, `stage_backward_weight` and what these find in a graph. What it imports
+    takes a second; only the schedule zero_bubble needs it."""
+    from torch.distributed.pipelining import _backward
 
-    return stage_backward_input, stage_backward_weight
+    return _backward
+
+
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of autograd's graph whose backward runs in this thread; None outside of a backward."""
 
 
 def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:

@@ -41,6 +41,16 @@ MORE = {
         both("vision") + both("llm", key="tensor_parallel_degree"), packed=True, experts=True
     ),
     "tensor parallel": recipe(TENSOR),
+    "pipeline, split backward, recomputed": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full"
+    ),
+    "pipeline, split backward, recomputed, bfloat16": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step, recomputed, bfloat16": recipe(
+        WHOLE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step": recipe(WHOLE, schedule="zero_bubble", batch=16),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),

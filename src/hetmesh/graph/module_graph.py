@@ -186,6 +186,11 @@ class ModuleSpec:
         shards = 1 if self.options.whole_in_step else self.mesh.axis_size("dp_shard")
         return shards * self.mesh.axis_size("ep")
 
+    @property
+    def gathered_in_microbatches(self) -> bool:
+        """Whether FSDP gathers its parameters and sums their gradients in every microbatch, and not once per step."""
+        return dense_mesh(self.mesh).axis_size("dp_shard") > 1 and not self.options.whole_in_step
+
     def lane_of(self, rank: int) -> int | None:
         """The lane that `rank` belongs to, or None if it is not a member."""
         coordinate = self.lane_mesh.coordinate(rank)

@@ -96,16 +96,18 @@ class WholeInStep:
         self._reduce(False)
 
     @contextmanager
-    def action(self) -> Iterator[None]:
-        """The body is the next of them."""
+    def action(self, weights: bool = False) -> Iterator[None]:
+        """The body is the next of them. `weights`: the second part of a split backward, which enters no module: what
+        it adds to gradients is summed, or brought into the dtype of the sums, when it is over."""
         self.left -= 1
-        if self.left:
-            yield
-            return
-        self._reduce(True)
+        if not (self.left or weights):
+            self._reduce(True)
         yield
-        # Where the last action had a backward this finds nothing to do, unless that entered no part of the root.
-        finish_fsdp_backward(self.root)
+        if not self.left:
+            self._reduce(True)
+        if weights or not self.left:
+            # Where the last action had a backward this finds nothing to do, unless that entered no part of the root.
+            finish_fsdp_backward(self.root)
 
     def abandon(self) -> None:
         """The step ended in the middle."""

@@ -22,10 +22,10 @@ from hetmesh.errors import HetmeshError
 
 PARTS = (
     *("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward"),
-    *("kept", "kept_by_split", "forward_bytes", "backward_bytes"),
+    *("kept", "kept_by_split", "forward_bytes", "backward_bytes", "input_bytes"),
 )
 """Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums and the exchange between experts,
-and bytes of activations; the last two are of a moment, of which a stage has the largest and not the sum."""
+and bytes of activations; the last three are of a moment, of which a stage has the largest and not the sum."""
 
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
@@ -106,10 +106,11 @@ class LayerCosts:
         flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
         flags |= {"tp": tp, "autocast": how.autocast}
         kept = activation_bytes(*size, sequence_parallel=how.sequence_parallel, saved=how.saved, **flags)
-        split = split_bytes(*size, upstream=how.upstream, tp=tp)
-        transient = forward_bytes(*size, **flags), backward_bytes(*size, saved=how.saved, **flags)
+        split, forward = split_bytes(*size, **flags), forward_bytes(*size, **flags)
+        transient = forward, backward_bytes(*size, saved=how.saved, **flags)
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *transient])
+        sizes = kept, split, *transient, transient[1] - split
+        return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}
