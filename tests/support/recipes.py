@@ -306,6 +306,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "FSDP of their items": lambda r: any(
         m.model == ITEMS and r.wiring.meshes[name].axis_size("dp_shard") > 1 for name, m in r.modules.items()
     ),
+    "stages of a directory's tower": lambda r: (
+        bool(_directory(r)) and any(m.axis_size("pp") > 1 for name, m in r.wiring.meshes.items() if name != r.sink)
+    ),
     "image tiles": lambda r: _directory(r) in TILED,
     **{kind: _of_kind(kind) for kind in LAYERS.values()},
     **OF_RUNS,

@@ -79,7 +79,7 @@ class Activation:
         features: its width.
         padded: the rows are all tokens of the lane's samples, padded to the longest of them (at least one token).
             Otherwise they are counted from the rows that the module emits:
-        per_row: rows for each of those, and
+        per_row: rows for each of those, or for each `of_rows` of them, and
         per_item: rows more for each media item (a class token).
     """
 
@@ -87,6 +87,7 @@ class Activation:
     padded: bool = False
     per_row: int = 1
     per_item: int = 0
+    of_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class ModuleSpec:
             return max(1, sum(sample.tokens for sample in samples) if self.packed else len(samples) * longest)
         emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
         items = sum(sample.num_items(self.media or "") for sample in samples)
-        return self.activation.per_row * emitted + self.activation.per_item * items
+        return self.activation.per_row * emitted // self.activation.of_rows + self.activation.per_item * items
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:
