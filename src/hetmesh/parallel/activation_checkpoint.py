@@ -3,8 +3,7 @@ in the backward. Names of modules and parameters stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,11 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from hetmesh._torch_compat import PROFILER_OPS
+from hetmesh._torch_compat import PROFILER_OPS, current_autograd_node
 from hetmesh.cost.saved_operations import ATTENTION, saved_names
 from hetmesh.graph.module_graph import SAVE_OPS, CheckpointMode
-from hetmesh._torch_compat import PROFILER_OPS, current_autograd_node
-from hetmesh.graph.module_graph import CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
 from hetmesh.parallel.random_state import Remembered
 
