@@ -114,6 +114,24 @@ def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:
                 yield name, group
 
 
+def exchange_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Give `parameter` the memory and dtype of `values`, which has its shape and layout."""
+    from torch.distributed.tensor import DTensor
+
+    parameter.data = values
+    if isinstance(parameter, DTensor) and isinstance(values, DTensor):
+        parameter._local_tensor, parameter._spec = values._local_tensor, values._spec
+
+
+def sum_in_own_dtype(root: Any) -> None:
+    """Let autograd bring gradients of what FSDP2 has gathered inside `root` to the dtype of its shards, in which they
+    are summed. FSDP does so only where it lets them add up first, and asserts that all of a block are of one dtype."""
+    for _, group in fsdp_groups(root):
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad_dtype = parameter.sharded_param.dtype
+
+
 def finish_fsdp_backward(root: Any) -> None:
     """Let FSDP2 reduce whole gradients inside `root` that no backward has reduced, and let go of what is gathered; so
     does torch.distributed.pipelining after the last backward of a stage. `root` has run forward."""

@@ -56,6 +56,9 @@ MORE = {
     "fully sharded": recipe(SHARDED),
     "whole during a step": recipe(WHOLE, batch=16),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
+    "bf16 parameters on replicas": recipe(both("vision", "llm"), dtype="bfloat16"),
+    "bf16 parameters, fully sharded": recipe(SHARDED, dtype="bfloat16"),
+    "bf16 parameters behind adapters": recipe(APART + ADAPTERS, encoder=False, dtype="bfloat16"),
     "recomputed but for products and attention": recipe(both("vision", "llm"), recomputed="selective"),
     "recomputed but for attention": recipe(SHARDED, recomputed="selective", save_ops=ATTENTION),
     "recomputed but for products, experts": recipe(

@@ -1,10 +1,12 @@
 """Parameters that FSDP keeps whole during a step (ZeRO-1): what is sent, and what a step leaves behind, also one that
 fails. That it equals one process is in `test_parity_matrix.py`."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
@@ -249,3 +251,45 @@ def forward_after_half_a_step(rank):
 
 def test_what_runs_after_half_a_step_leaves_shards(pool):
     assert pool(2).run(forward_after_half_a_step) == [True, True]
+
+
+class Late(nn.Module):
+    """Reaches one of its two parts only in some microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, rows, late):
+        return self.late(self.always(rows)) if late else self.always(rows)
+
+
+def late_gradients(rank):
+    """Gradients of a part that is first reached in the last microbatch, and of one that always is, beside those of a
+    plain loop that adds them up in fp32; both ranks have the same rows."""
+    torch.manual_seed(0)
+    module, rows = Late(), [torch.randn(3, 4).bfloat16() for _ in range(MICROBATCHES)]
+    plain = copy.deepcopy(module).bfloat16()
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
+    for m in range(MICROBATCHES):
+        plain.zero_grad()
+        plain(rows[m], m == MICROBATCHES - 1).float().sum().backward()
+        for name, p in plain.named_parameters():
+            total[name] += 0 if p.grad is None else p.grad.float()
+    options = ModuleOptions(reshard_after_forward="never", compute_dtype=torch.bfloat16)
+    whole = apply_fully_shard(module, [], World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2)), options)
+    for _ in range(STEPS):
+        module.zero_grad()
+        whole.begin(2 * MICROBATCHES)
+        for m in range(MICROBATCHES):
+            with whole.action():
+                output = module(rows[m], m == MICROBATCHES - 1)
+            with whole.action():
+                output.float().sum().backward()
+    return [(p.grad.full_tensor(), 2 * total[name]) for name, p in module.named_parameters()]
+
+
+def test_a_first_gradient_in_the_last_microbatch_is_summed_with_those_before(pool):
+    """FSDP lets the others add up in fp32, takes this one as it comes, and asserts that all are of one dtype."""
+    for found in pool(2).run(late_gradients):
+        assert all(torch.equal(gradient, expected) for gradient, expected in found)

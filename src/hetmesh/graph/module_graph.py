@@ -33,6 +33,8 @@ class ModuleOptions:
         save_ops: operations of torch (`hetmesh.cost.saved_operations`).
         parameter_dtype: of the parameters, their gradients, the sums of those over ranks and the optimizer's state.
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
+        compute_copies: whether the module, where FSDP does not shard it, computes with copies of its parameters in
+            `compute_dtype`, and not under torch.autocast. Frozen parameters are in that dtype themselves.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
         compile_backend: of torch.compile, for each block; None does not compile.
@@ -43,6 +45,7 @@ class ModuleOptions:
     save_ops: tuple[str, ...] = SAVE_OPS
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
+    compute_copies: bool = False
     sequence_parallel: bool = False
     cpu_offload: bool = False
     compile_backend: str | None = None

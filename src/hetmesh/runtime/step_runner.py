@@ -60,6 +60,9 @@ class StepRunner:
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
         self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
+        of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
+        for stage, whole in runtime.whole.items():
+            whole.begin(of_stages[stage])
         # A recorded step shows its actions one after another.
         side = None if runtime.recording is not None else runtime.beside
         self.streams = StageStreams(accelerator, schedule, rank, side)
@@ -77,9 +80,6 @@ class StepRunner:
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
-        of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
-        for stage, whole in runtime.whole.items():
-            whole.begin(of_stages[stage])
 
     def execute(self, action: Action) -> None:
         """Run one action in which this rank takes part, of any kind but REDUCE."""

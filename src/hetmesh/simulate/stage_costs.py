@@ -192,7 +192,7 @@ class StageCosts:
             self.backward and (self.recompute or mode != "none"),
             group,
             self.options.sequence_parallel and len(group) > 1,
-            dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
+            dtype != self.options.parameter_dtype and self._size("dp_shard") == 1 and not self.options.compute_copies,
             self._experts_group("ep"),
             saved,
         )
