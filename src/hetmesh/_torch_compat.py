@@ -26,6 +26,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 StridedShard = _StridedShard
 not_compiled = _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+
+def keeps_are_hooked() -> bool:
+    """Whether hooks decide what autograd keeps of the operations that follow: those of checkpointing or offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

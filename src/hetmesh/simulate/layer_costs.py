@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
-from hetmesh.cost.activations import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.activations import backward_bytes, forward_bytes, gathered_inputs, split_bytes
 from hetmesh.cost.collective_time import tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.cost.shapes import expert_share
@@ -44,6 +44,7 @@ class How:
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
         experts: the ranks that share its experts, and exchange tokens.
+        compiled: whether torch.compile fuses what lies between its products.
     """
 
     dtype: str
@@ -54,6 +55,7 @@ class How:
     sequence_parallel: bool = False
     autocast: bool = False
     experts: tuple[int, ...] = ()
+    compiled: bool = False
 
 
 class LayerCosts:
@@ -96,15 +98,20 @@ class LayerCosts:
         exchange = exchange_time(layer, work, how.experts, self.machine, **links)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
-        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
+        again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
+        sums = tensor_parallel_time(layer, work, how.group, self.machine, again=again, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
-        flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
-        kept = activation_bytes(*size, tp=tp, sequence_parallel=how.sequence_parallel, autocast=how.autocast, **flags)
-        split = split_bytes(*size, upstream=how.upstream, tp=tp)
-        transient = [most(*size, tp=tp, autocast=how.autocast, **flags) for most in (forward_bytes, backward_bytes)]
+        flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
+        forward = forward_bytes(*size, recompute=how.recompute, **flags)
+        flags["sequence_parallel"] = how.sequence_parallel
+        split = split_bytes(*size, **flags)
+        kept, backward = (
+            most(*size, recompute=how.recompute, compiled=how.compiled, **flags)
+            for most in (activation_bytes, backward_bytes)
+        )
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *transient])
+        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, forward, backward])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

@@ -193,6 +193,7 @@ class StageCosts:
             self.options.sequence_parallel and len(group) > 1,
             dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
             self._experts_group("ep"),
+            self.options.compile_backend == "inductor" and block,
         )
 
     @cached_property
