@@ -1,9 +1,11 @@
 """Activation checkpointing in one process: what is computed again, and that nothing else changes."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from hetmesh.graph.module_graph import SAVE_OPS
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.apply import blocks
 
@@ -14,16 +16,16 @@ class Block(nn.Module):
         self.up, self.down, self.norm = nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8)
 
     def forward(self, x):
-        heads = self.norm(x).unflatten(-1, (2, 4)).transpose(0, 1)
-        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(0, 1).flatten(-2)
+        heads = self.norm(x).unflatten(-1, (2, 4)).transpose(0, 1)[None]
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)[0].transpose(0, 1).flatten(-2)
         return x + self.down(nn.functional.gelu(self.up(mixed)))
 
 
-def run(mode):
+def run(mode, *save_ops):
     torch.manual_seed(0)
     module = nn.Sequential(Block(), Block()).double()
     names = [name for name, _ in module.named_parameters()]
-    apply_activation_checkpoint(module, mode)
+    apply_activation_checkpoint(module, mode, save_ops or SAVE_OPS)
     assert [name for name, _ in module.named_parameters()] == names
     assert list(module.state_dict()) == names
     kept = []
@@ -46,6 +48,17 @@ def test_full_computes_products_again_and_selective_does_not():
     for mode in ("selective", "full"):
         for one, other in zip(gradients, run(mode)[2], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("op", ["aten.linear", "aten.scaled_dot_product_attention", "aten.native_layer_norm"])
+def test_what_a_list_names_is_not_computed_again_and_all_else_is(op):
+    flops, gradients = run("none")[::2]
+    again = {op: run("selective", op)[0] - flops for op in ("aten.linear", "aten.scaled_dot_product_attention")}
+    products = 2 * 2 * 5 * 8 * 32  # of each block the first one; nothing needs the second one's output
+    assert run("full")[0] - flops == sum(again.values())
+    assert again["aten.scaled_dot_product_attention"] == products
+    for one, other in zip(gradients, run("selective", op)[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_nothing_is_kept_without_gradients():

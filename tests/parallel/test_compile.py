@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from hetmesh.graph.module_graph import SAVE_OPS
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.compile import apply_compile, missing_compiler
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
@@ -32,13 +33,13 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.drop(x))))
 
 
-def graphs_and_gradients(mode: str, backend: str = "aot_eager"):
+def graphs_and_gradients(mode: str, backend: str = "aot_eager", save_ops=SAVE_OPS):
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block() for _ in range(6)))
     seed_by_place(blocks, [str(i) for i in range(6)], {"*.up": "colwise", "*.down": "rowwise"})
-    apply_activation_checkpoint(blocks, mode)
+    apply_activation_checkpoint(blocks, mode, save_ops)
     apply_compile(blocks, backend, "cpu")
     gradients = []
     for _ in range(2):
@@ -53,12 +54,15 @@ def graphs_and_gradients(mode: str, backend: str = "aot_eager"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_blocks_are_compiled_also_under_activation_checkpointing(mode):
+@pytest.mark.parametrize(
+    ("mode", "save_ops"),
+    [("full", SAVE_OPS), ("selective", SAVE_OPS), ("selective", ["aten.mm"])],
+)
+def test_blocks_are_compiled_also_under_activation_checkpointing(mode, save_ops):
     """As many graphs as without (the first block's input needs no gradient), none of them interrupted."""
     graphs, breaks, expected = graphs_and_gradients("none")
     assert (graphs, breaks) == (2, 0)
-    graphs, breaks, gradients = graphs_and_gradients(mode)
+    graphs, breaks, gradients = graphs_and_gradients(mode, save_ops=save_ops)
     assert (graphs, breaks) == (2, 0)
     for one, other in zip(expected, gradients, strict=True):
         torch.testing.assert_close(one, other)

@@ -423,6 +423,18 @@ FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=fal
             "training.max_consecutive_non_finite = 5: the first step that is not finite ends the run; leave it out, or",
         ),
         (
+            ('--activation_checkpoint.save_ops=["aten.mm"]',),
+            "activation_checkpoint.save_ops = ['aten.mm']: only the mode 'selective' reads it, and no module has that",
+        ),
+        (
+            ("--activation_checkpoint.mode=selective", '--activation_checkpoint.save_ops=["mm"]'),
+            "activation_checkpoint.save_ops = ['mm']: torch has no operation 'mm'; valid are aten.linear, aten.mm",
+        ),
+        (
+            ("--activation_checkpoint.mode=selective", '--activation_checkpoint.save_ops=["aten.gelu"]'),
+            "activation_checkpoint.save_ops = ['aten.gelu']: how much 'aten.gelu' keeps does not follow from sizes",
+        ),
+        (
             ("--optimizer.name=SGD", "--optimizer.beta1=0.5"),
             "optimizer.beta1 = 0.5: optimizer.name = 'SGD' has no beta1",
         ),

@@ -62,6 +62,7 @@ mixed_precision_param = "{compute}"
 steps = 1000
 [activation_checkpoint]
 mode = "{recomputed}"
+{save_ops}
 [checkpoint]
 enable = false
 [parallelism]
@@ -97,6 +98,7 @@ def recipe(
     key_heads: int = 4,
     experts: bool = False,
     encoder: bool = True,
+    save_ops: str = "",
 ) -> Recipe:
     """A recipe; `tables` are those of `[parallelism]`, and whatever else; `encoder`: whether it is trained."""
     keys: dict[str, object] = {
@@ -105,6 +107,7 @@ def recipe(
         "recomputed": recomputed,
         "compute": compute,
         "key_heads": key_heads,
+        "save_ops": f"save_ops = {save_ops}" if save_ops else "",
     }
     keys |= {"model": "qwen3_moe", "mlp": EXPERTS} if experts else {"model": "qwen3", "mlp": DENSE}
     return parse_recipe(_RECIPE.format(tables=tables, packed=_toml(packed), encoder=_toml(encoder), **keys))

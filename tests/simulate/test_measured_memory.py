@@ -22,6 +22,7 @@ SPREAD_SHARDED = (
 )
 APART = ALONE + "[parallelism.projector]\nranks = [1]\n[parallelism.llm]\nranks = [1]\n"
 UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
+ATTENTION = '["aten.scaled_dot_product_attention"]'
 exhaustive = pytest.mark.exhaustive
 
 CASES = {
@@ -48,6 +49,14 @@ MORE = {
     "fully sharded": recipe(SHARDED),
     "whole during a step": recipe(WHOLE, batch=16),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
+    "recomputed but for products and attention": recipe(both("vision", "llm"), recomputed="selective"),
+    "recomputed but for attention": recipe(SHARDED, recomputed="selective", save_ops=ATTENTION),
+    "recomputed but for products, experts": recipe(
+        SPREAD, packed=True, experts=True, recomputed="selective", save_ops='["aten.mm"]'
+    ),
+    "recomputed but for products and norms, tensor parallel": recipe(
+        TENSOR, recomputed="selective", save_ops='["aten.linear", "aten.native_layer_norm"]', compute="bfloat16"
+    ),
     "disjoint": recipe(ALONE + "[parallelism.llm]\nranks = [1]\n", schedule="1f1b", batch=16),
     "three phases": recipe(both("vision", "projector") + PIPELINE, schedule="three_phase", batch=16),
     "interleaved": recipe(ALONE + PIPELINE, schedule="interleaved", batch=16),

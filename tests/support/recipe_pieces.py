@@ -247,6 +247,9 @@ def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
     modes = st.sampled_from(["full", "selective", "none"])
     if sometimes(draw):
         draft.tables["activation_checkpoint"] = {"mode": draw(modes)}
+        if draft.tables["activation_checkpoint"]["mode"] == "selective" and draw(st.booleans()):
+            ops = st.sampled_from(["aten.linear", "aten.mm", "aten.scaled_dot_product_attention"])
+            draft.tables["activation_checkpoint"]["save_ops"] = draw(st.lists(ops, min_size=1, max_size=2))
     if sometimes(draw, 4):
         draft.tables["modules"][draw(st.sampled_from(draft.modules))]["activation_checkpoint"] = draw(modes)
 

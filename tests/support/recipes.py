@@ -272,6 +272,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
         r.activation_checkpoint.mode != "none"
         or any(m.activation_checkpoint not in (None, "none") for m in r.modules.values())
     ),
+    "list of operations": lambda r: r.activation_checkpoint.save_ops is not None,
     "CPU offload": lambda r: r.training.enable_cpu_offload,
     "fp32": lambda r: r.training.dtype == "float32",
     "tied embeddings": lambda r: bool(r.modules[r.sink].config.get("tie_word_embeddings")),

@@ -44,7 +44,7 @@ FACTORS = {
     "packed": (False, True),
     "ranks": ("disjoint", "colocated", "overlapping"),
     "permuted": (False, True),
-    "recomputed": ("none", "selective", "full"),
+    "recomputed": ("none", "selective", "attention", "full"),
     "assignment": tuple(ASSIGNMENTS),
     "encoders": (1, 2),
     "tied": (False, True),
@@ -52,8 +52,10 @@ FACTORS = {
 }
 
 
+RECOMPUTED = {"selective": 'mode = "selective"', "full": 'mode = "full"'}
+RECOMPUTED["attention"] = 'mode = "selective"\nsave_ops = ["aten.scaled_dot_product_attention"]'
 SPLIT_FACTORS = ("llm", "encoder", "recomputed")
-NOT_SPLIT = {"FSDP", "selective", "full"}
+NOT_SPLIT = {"FSDP", "selective", "attention", "full"}
 """What a backward in two parts does not go with, of these factors."""
 
 
@@ -114,7 +116,7 @@ def recipe_of(number, row):
         row["schedule"],
         table("vision", encoder, **ENCODER[row["encoder"]]) + reshard,
         "\n".join([table("llm", llm, **degrees(row)) + reshard, *keys]),
-        f'[activation_checkpoint]\nmode = "{row["recomputed"]}"',
+        f"[activation_checkpoint]\n{RECOMPUTED.get(row['recomputed'], '')}",
         f"[debug]\nseed = {number}",
         batch=4,
         extra=SLICES if slices else "",

@@ -9,9 +9,11 @@ layer with nothing trainable before it keeps nothing (Cornstarch, arXiv 2503.113
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from hetmesh.cost.expert_costs import kept_bytes, passing_elements
+from hetmesh.cost.saved_operations import saved_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
 from hetmesh.cost.static_memory import tensor_parallel_elements
 from hetmesh.cost.work import Work
@@ -28,6 +30,7 @@ def activation_bytes(
     sequence_parallel: bool = False,
     autocast: bool = False,
     compiled: bool = False,
+    saved: Collection[str] = (),
 ) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
     keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are.
@@ -37,7 +40,8 @@ def activation_bytes(
         itemsize: bytes of an element of activations.
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it.
-        recompute: whether its forward runs again before its backward: then only its input is kept.
+        recompute: whether its forward runs again before its backward: then only its input is kept,
+        saved: and what these operations made (`saved_names`).
         sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
             product reads is gathered before it, and kept as shares (`gathered_inputs`).
         autocast: whether parameters are in fp32 and torch.autocast casts what products read: weights, too, are then
@@ -53,7 +57,8 @@ def activation_bytes(
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         own = max(itemsize, 4) if autocast else itemsize  # it lies between products
-        return round(own * rows * products[0].inputs * between)
+        kept = itemsize * saved_elements(layer, saved, tp, between)
+        return round(rows * (own * products[0].inputs * between + kept))
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
@@ -213,6 +218,7 @@ def backward_bytes(
     sequence_parallel: bool = False,
     autocast: bool = False,
     compiled: bool = False,
+    saved: Collection[str] = (),
 ) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
     is added to the sum, what is gathered again, and what is computed again. Arguments as of `activation_bytes`."""
@@ -228,13 +234,12 @@ def backward_bytes(
     held += _in_flight(layer, work, itemsize, tp)
     gathered = gathered_inputs(layer, autocast=autocast) if sequence_parallel else []
     if recompute:
-        flags = {"upstream": upstream, "sequence_parallel": sequence_parallel, "autocast": autocast}
-        again, kept = (
-            activation_bytes(layer, work, itemsize, tp=tp, recompute=flag, compiled=compiled, **flags)
-            for flag in (False, True)
-        )
+        flags: dict[str, Any] = {"upstream": upstream, "tp": tp, "autocast": autocast, "saved": saved}
+        flags |= {"sequence_parallel": sequence_parallel, "compiled": compiled}
+        again, kept = (activation_bytes(layer, work, itemsize, recompute=flag, **flags) for flag in (False, True))
         # autograd keeps what was gathered until the backward of the block, which follows
-        return held + again - kept + round(itemsize * layer.rows(work) * (1 - 1 / tp) * sum(gathered))
+        again += round(itemsize * layer.rows(work) * (1 - 1 / tp) * sum(gathered))
+        return held + max(again - kept, 0)
     return held + itemsize * layer.rows(work) * max(gathered, default=0)
 
 

@@ -10,11 +10,12 @@ Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from hetmesh.cost.machine import Machine
+from hetmesh.cost.saved_operations import ATTENTION, operations
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
 from hetmesh.errors import HetmeshError
@@ -95,6 +96,7 @@ def layer_time(
     tp: int = 1,
     recompute: bool = False,
     sequence_parallel: bool = False,
+    saved: Collection[str] = (),
 ) -> LayerTime:
     """Of one layer.
 
@@ -102,7 +104,8 @@ def layer_time(
         work: of the lane, padding included where it is computed.
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it. What is not split is computed on each of them.
-        recompute: whether its forward runs again before its backward.
+        recompute: whether its forward runs again before its backward, but for
+        saved: operations whose results are kept (`hetmesh.cost.saved_operations.saved_names`).
         sequence_parallel: whether norms and what else is not split work on a share of the rows each.
     """
     rows = layer.rows(work)
@@ -116,7 +119,11 @@ def layer_time(
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
         backward_input += sum(seconds for _, seconds in products)
-    return LayerTime(forward, backward_input, backward_weight, forward if recompute and needed else 0.0)
+    if not (recompute and needed):
+        return LayerTime(forward, backward_input, backward_weight)
+    kept = {weight for weight, name, _ in operations(layer, tp) if name in saved}
+    again = sum(seconds for weight, seconds in products if weight not in kept)
+    return LayerTime(forward, backward_input, backward_weight, again + attention * (ATTENTION not in saved))
 
 
 def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int, sequence_parallel: bool) -> float:

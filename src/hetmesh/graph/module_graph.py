@@ -16,6 +16,8 @@ from hetmesh.layout.mesh import MeshSpec
 
 Reshard = Literal["default", "always", "never"]
 CheckpointMode = Literal["none", "selective", "full"]
+SAVE_OPS = tuple(map("aten.{}".format, ("linear", "bmm", "baddbmm", "convolution", "scaled_dot_product_attention")))
+"""What selective checkpointing keeps unless a recipe says: products and attention."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class ModuleOptions:
             its forward and gathered again for its backward. `default`: those of blocks are, the root's (embeddings,
             final norm, head) are kept; `always`: both; `never`: neither, and parameters stay whole until the last
             backward of the step, which sums the gradients of all microbatches (ZeRO-1).
-        activation_checkpoint: what a block's backward computes again: nothing, all but matrix products and attention,
-            or all of it.
+        activation_checkpoint: what a block's backward computes again: nothing, all but `save_ops`, or all of it.
+        save_ops: operations of torch (`hetmesh.cost.saved_operations`).
         parameter_dtype: of the parameters, their gradients, the sums of those over ranks and the optimizer's state.
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
@@ -38,6 +40,7 @@ class ModuleOptions:
 
     reshard_after_forward: Reshard = "default"
     activation_checkpoint: CheckpointMode = "none"
+    save_ops: tuple[str, ...] = SAVE_OPS
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     sequence_parallel: bool = False

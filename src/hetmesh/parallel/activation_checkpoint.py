@@ -3,7 +3,7 @@ in the backward. Names of modules and parameters stay as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,34 +12,37 @@ from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hetmesh._torch_compat import PROFILER_OPS
-from hetmesh.graph.module_graph import CheckpointMode
+from hetmesh.cost.saved_operations import ATTENTION, saved_names
+from hetmesh.graph.module_graph import SAVE_OPS, CheckpointMode
 from hetmesh.parallel.linear import RowwiseLinear
 from hetmesh.parallel.random_state import Remembered
 
-MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-ATTENTION = "_scaled_dot_product_"
+_ATTENTION = "aten._scaled_dot_product_"  # how its kernels' names begin
 
 # FSDP names its phases for the profiler, and around experts inside a block it has others when that is computed again.
 SAC_IGNORED_OPS.update(PROFILER_OPS)
 
 
-def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: CheckpointMode) -> None:
+def apply_activation_checkpoint(
+    blocks: Iterable[nn.Module], mode: CheckpointMode, save_ops: Iterable[str] = SAVE_OPS
+) -> None:
     """Checkpoint each block, in place. Apply it before FSDP, whose gathers then surround the computation and its
     repetition alike. `mode`: `full` computes the whole block again, its tensor-parallel sums included. `selective`
-    keeps the outputs of matrix products and attention, and computes again only what lies between them and the sums."""
+    keeps the outputs of `save_ops`, and computes again what lies between them and the sums."""
     if mode == "none":
         return
+    saved = saved_names(save_ops)
     for block in blocks:
-        block.forward = _recomputing(block.forward, mode)
+        block.forward = _recomputing(block.forward, mode, saved)
         for module in block.modules():
-            if mode == "selective" and isinstance(module, RowwiseLinear):
+            if mode == "selective" and "aten.mm" in saved and isinstance(module, RowwiseLinear):
                 module.sum_a_copy = True  # what selective checkpointing keeps must not change
 
 
-def _recomputing(forward: Any, mode: CheckpointMode) -> Any:
+def _recomputing(forward: Any, mode: CheckpointMode, saved: Collection[str]) -> Any:
     arguments: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, saved))
 
     # A function of this file, which torch.compile traces into; a partial of torch's own it passes by.
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +69,7 @@ class _Recomputed:
             return self.forward(*args, **kwargs)
 
 
-def _keep_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.__name__.split(".")[0] if isinstance(op, torch._ops.OpOverload) else ""
-    kept = name in MATRIX_PRODUCTS or name.startswith(ATTENTION)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep(saved: Collection[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().partition(".")[0].replace("::", ".") if isinstance(op, torch._ops.OpOverload) else ""
+    saving = (ATTENTION if name.startswith(_ATTENTION) else name) in saved
+    return CheckpointPolicy.MUST_SAVE if saving else CheckpointPolicy.PREFER_RECOMPUTE

@@ -199,7 +199,7 @@ def parallelize(
     compute_dtype = options.compute_dtype or dtype
     casts = compute_dtype != dtype and not sharded
     layers = blocks(module, map(module.get_submodule, adapter.layers()))
-    apply_activation_checkpoint(layers, options.activation_checkpoint)
+    apply_activation_checkpoint(layers, options.activation_checkpoint, options.save_ops)
     if options.compile_backend is not None:
         apply_compile(layers, options.compile_backend, device_mesh.device_type)
     views = [module] if runs is None else [view(module, adapter.layers(), run) for run in runs]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hetmesh.graph.module_graph import ModuleOptions, reshard_in_pipeline
+from hetmesh.graph.module_graph import SAVE_OPS, ModuleOptions, reshard_in_pipeline
 from hetmesh.recipe.sections import ModuleParallelism
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def module_options(recipe: Recipe, name: str) -> ModuleOptions:
     return ModuleOptions(
         reshard_after_forward=reshard_in_pipeline(layout.fsdp_reshard_after_forward, layout.pipeline_parallel_degree),
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
+        save_ops=recipe.activation_checkpoint.save_ops or SAVE_OPS,
         parameter_dtype=DTYPES[training.dtype],
         compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,
         sequence_parallel=splits_tokens(recipe, name),

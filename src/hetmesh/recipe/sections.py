@@ -226,7 +226,8 @@ class Training(Section):
 class ActivationCheckpoint(Section):
     """`[activation_checkpoint]`: what the backward of each block computes again instead of keeping it."""
 
-    mode: CheckpointMode = "none"  # full: the whole block; selective: all but matrix products and attention
+    mode: CheckpointMode = "none"  # full: the whole block; selective: all but the operations in
+    save_ops: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # names of torch; None: products, attention
 
 
 class Compile(Section):

@@ -227,7 +227,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     "activation_checkpoint": {
         "selective_ac_option": Foreign(
             ("op",),
-            "write 'op' (all but matrix products and attention is computed again), or mode = 'full' for whole blocks",
+            "write 'op' (save_ops lists what is not computed again), or mode = 'full' for whole blocks",
             matters=_selective,
         ),
         "per_op_sac_force_recompute_mm_shapes_by_fqns": Foreign(([], ["moe.router.gate"]), "leave it out"),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
+
 from hetmesh.cost import Profile, load_machine
+from hetmesh.cost.saved_operations import SAVABLE, operations, saved_names
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
+from hetmesh.formatting import listed
 from hetmesh.graph import dense_mesh
 from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
-from hetmesh.recipe.module_options import token_axes
+from hetmesh.recipe.module_options import module_options, token_axes
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import LRScheduler, Module, Optimizer, ScheduleKeys, Training
 from hetmesh.records.checkpoint_folders import check_complete
@@ -21,6 +26,7 @@ from hetmesh.resolve.module_refusals import check_module
 from hetmesh.resolve.modules import Shapes
 from hetmesh.resolve.optimizer_choice import check_optimizers
 from hetmesh.resolve.splits import reason_not_sliced
+from hetmesh.simulate.stage_contents import blocks
 
 
 def check_recipe(
@@ -43,6 +49,7 @@ def check_recipe(
     """
     refusals = Refusals()
     _kernels(recipe, refusals)
+    _save_ops(recipe, shapes or {}, refusals)
     _freezing(recipe.modules, refusals)
     _optimizer(recipe.optimizer, recipe.training, recipe.lr_scheduler, refusals)
     if shapes is not None:
@@ -126,6 +133,30 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(
             f"compile.backend = {compiled.backend!r}: torch knows no such backend; valid are {', '.join(valid)}"
         )
+
+
+def _save_ops(recipe: Recipe, shapes: Shapes, refusals: Refusals) -> None:
+    """A list of operations that nothing reads, or with some that are never called or whose results have no known
+    size."""
+    if (given := recipe.activation_checkpoint.save_ops) is None:
+        return
+    key = f"activation_checkpoint.save_ops = {list(given)}"
+    modes = {name: module_options(recipe, name).activation_checkpoint for name in recipe.modules}
+    reading = [name for name, mode in modes.items() if mode == "selective"]
+    if not reading:
+        refusals.add(f"{key}: only the mode 'selective' reads it, and no module has that; leave it out")
+    known = [shape for name in reading if (shape := shapes.get(name)) is not None]
+    layers = (layer for shape in known for layer in shape.layers if layer.name in blocks(shape))
+    called = Counter(name for layer in layers for _, name, _ in operations(layer))
+    told = listed([f"{name} ({times} times)" for name, times in sorted(called.items())])
+    for op in given:
+        namespace, _, name = op.partition(".")
+        if not (namespace and name and hasattr(getattr(torch.ops, namespace), name)):
+            refusals.add(f"{key}: torch has no operation {op!r}; valid are {listed(SAVABLE)}")
+        elif op not in SAVABLE:
+            refusals.add(f"{key}: how much {op!r} keeps does not follow from sizes; valid are {listed(SAVABLE)}")
+        elif known and len(known) == len(reading) and not saved_names([op]) & called.keys():
+            refusals.add(f"{key}: no block of {listed(reading)} calls {op!r}; they call {told}")
 
 
 def _freezing(modules: Mapping[str, Module], refusals: Refusals) -> None:

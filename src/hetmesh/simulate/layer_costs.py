@@ -39,7 +39,8 @@ class How:
         dtype: it computes in it, e.g. `"bfloat16"`.
         itemsize: bytes of an element of activations.
         upstream: whether anything trainable comes before it.
-        recompute: whether its forward runs again before its backward.
+        recompute: whether its forward runs again before its backward, but for
+        saved: operations whose results are kept.
         group: the ranks of its tensor parallel group; any that have the same links do.
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
@@ -56,6 +57,7 @@ class How:
     autocast: bool = False
     experts: tuple[int, ...] = ()
     compiled: bool = False
+    saved: frozenset[str] = frozenset()
 
 
 class LayerCosts:
@@ -106,10 +108,8 @@ class LayerCosts:
         forward = forward_bytes(*size, recompute=how.recompute, **flags)
         flags["sequence_parallel"] = how.sequence_parallel
         split = split_bytes(*size, **flags)
-        kept, backward = (
-            most(*size, recompute=how.recompute, compiled=how.compiled, **flags)
-            for most in (activation_bytes, backward_bytes)
-        )
+        flags |= {"recompute": how.recompute, "saved": how.saved, "compiled": how.compiled}
+        kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
         return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, forward, backward])
 
@@ -118,11 +118,13 @@ class LayerCosts:
         if self.profile is not None:
             if not layer.name:  # parameters of no layer are not measured
                 return LayerTime()
-            return self.profile.predict(layer, work, tp=tp, **flags)
+            time = self.profile.predict(layer, work, tp=tp, **flags)
+            share = layer_time(layer, _BASE, Rates(1.0), tp=tp, saved=how.saved, **flags)  # of FLOPs
+            return replace(time, recompute=time.recompute * (share.recompute / share.forward if share.forward else 1))
         if not self.machine.peak(how.dtype):
             raise HetmeshError(f"machine {self.machine.name!r} has no peak_flops.{how.dtype}")
         rates = Rates.of(self.machine, how.dtype)
-        return layer_time(layer, work, rates, tp=tp, sequence_parallel=how.sequence_parallel, **flags)
+        return layer_time(layer, work, rates, tp=tp, sequence_parallel=how.sequence_parallel, saved=how.saved, **flags)
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ import numpy as np
 from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
+from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
@@ -181,19 +182,21 @@ class StageCosts:
         )
 
     def _how(self, block: bool, before: bool) -> How:
-        recomputed = self.recompute or (self.options.activation_checkpoint == "full" and block)
+        mode = self.options.activation_checkpoint if block else "none"
+        saved = saved_names(self.options.save_ops if mode == "selective" and not self.recompute else ())
         dtype = self.options.row_dtype
         group = self._group("tp")
         return How(
             str(dtype).removeprefix("torch."),
             dtype.itemsize,
             before,
-            self.backward and recomputed,
+            self.backward and (self.recompute or mode != "none"),
             group,
             self.options.sequence_parallel and len(group) > 1,
             dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
             self._experts_group("ep"),
             self.options.compile_backend == "inductor" and block,
+            saved,
         )
 
     @cached_property
