@@ -179,6 +179,14 @@ def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     whole = SINK in draft.shares_tokens and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
+    for name in draft.encoders:
+        own, model = draft.tables["parallelism"].get(name, {}), draft.tables["modules"][name]["model"]
+        if own.get("tensor_parallel_degree", 1) > 1 and model in SPLIT_ENCODERS and sometimes(draw, 2):
+            own["enable_sequence_parallel"] = True
+
+
+SPLIT_ENCODERS = ("siglip", "clip", "whisper", "qwen3_vl_vision", "support.user_models:Tower")
+"""Encoders that can share what lies between attention and MLP."""
 
 
 def freezing(draw: st.DrawFn, draft: Draft) -> None:

@@ -238,6 +238,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "expert parallel": _any_mesh("ep"),
     "experts that move": _layout_key("expert_placement_interval"),
     "sequence parallel": _layout_key("enable_sequence_parallel"),
+    "sequence parallel encoder": lambda r: any(
+        module_options(r, name).sequence_parallel for name in r.modules if name != r.sink
+    ),
     "context parallel": _any_mesh("cp"),
     "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.wiring.meshes.items() if n != r.sink),
     "pipeline": _any_mesh("pp"),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
+import tomli
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -84,7 +85,7 @@ def on_this_rank(rank, recipe, fault=None):
     return run(recipe, World.current(), STEPS, fault=fault)
 
 
-def check(pool, text: str, fault=None) -> list[Outcome]:
+def check(pool, text: str | dict, fault=None) -> list[Outcome]:
     """The outcomes of all ranks, once they equal the reference."""
     recipe = parse_recipe(text)
     ranks = pool(4 if recipe.world_size <= 4 else 8).run(on_this_rank, recipe, fault, timeout=120)
@@ -199,13 +200,30 @@ ADAPTERS = {
 
 
 def adapted(text: str, adapters: str) -> str:
-    return text.replace('"qwen3"', f'"qwen3"\n{ADAPTERS[adapters]}')
+    both = text.replace('"siglip"', f'"siglip"\n{ADAPTERS[adapters]}') if adapters == "all layers" else text
+    return both.replace('"qwen3"', f'"qwen3"\n{ADAPTERS[adapters]}')
 
 
 @pytest.mark.parametrize("adapters", ADAPTERS)
 def test_adapters_with_sequence_parallelism_equal_one_process(pool, adapters):
     """Gradients of the halves that every rank has in full are summands: of features, or of tokens."""
-    check(pool, adapted(layout(FSDP, FSDP_TP + "\n" + SEQUENCE, "colocated"), adapters))
+    keys = f"{FSDP_TP}\n{SEQUENCE}"
+    check(pool, adapted(layout(keys, keys, "colocated"), adapters))
+
+
+def test_stages_of_encoders_with_sequence_parallelism_equal_one_process(pool):
+    """Whisper's blocks have the linears of their MLP in themselves; its three rows per item are not even shares."""
+    given = tomli.loads(
+        layout("tensor_parallel_degree = 2\npipeline_parallel_degree = 2\n" + SEQUENCE, FSDP, "overlapping").replace(
+            "{ image = [1, 8, 8] }", "{ image = [1, 8, 8], sound = [3, 6] }"
+        )
+    )
+    config = {"d_model": 8, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 10}
+    given["modules"]["audio"] = {"model": "whisper", "config": config, "activation_checkpoint": "full"}
+    given["boundaries"].append({"from": "audio", "to": "llm", "at": "sound"})
+    given["modules"]["llm"]["config"]["hidden_size"] = 8
+    given["parallelism"]["audio"] = given["parallelism"]["vision"] | {"pipeline_parallel_layers_per_stage": 1}
+    check(pool, given)
 
 
 @pytest.mark.parametrize("adapters", ["all layers", "rows"])
@@ -215,12 +233,12 @@ def test_gradients_of_adapters_that_are_not_summed_over_shares_of_tokens_are_fou
         check(pool, adapted(text, adapters), PartialLeft("llm"))
 
 
-@pytest.mark.parametrize("fault", [PartialLeft("llm"), faults.PermuteRows("llm")], ids=str)
+@pytest.mark.parametrize("fault", [PartialLeft("llm"), PartialLeft("vision"), faults.PermuteRows("llm")], ids=str)
 def test_faults_of_sequence_parallelism_are_found(pool, fault):
     with pytest.raises(ParityError):
         check(
             pool,
-            layout(FSDP, "tensor_parallel_degree = 4\n" + SEQUENCE, "colocated").replace(
+            layout(f"{FSDP_TP}\n{SEQUENCE}", "tensor_parallel_degree = 4\n" + SEQUENCE, "colocated").replace(
                 "num_key_value_heads = 2", "num_key_value_heads = 4"
             ),
             fault,
@@ -231,8 +249,8 @@ def test_faults_of_sequence_parallelism_are_found(pool, fault):
     ("text", "says"),
     [
         (
-            layout(FSDP_TP + "\n" + SEQUENCE, FSDP, "disjoint"),
-            "parallelism.vision.enable_sequence_parallel: this siglip",
+            layout(FSDP, FSDP, "disjoint", f'[parallelism.projector]\nranks = "0-3"\n{FSDP_TP}\n{SEQUENCE}'),
+            "parallelism.projector.enable_sequence_parallel: this mlp",
         ),
     ],
 )

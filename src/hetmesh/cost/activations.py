@@ -67,7 +67,9 @@ def activation_bytes(
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
-    kept += sum((1 / tp if w.splits_outputs else between) * w.per_row * w.outputs for w in products)
+    of_attention = () if layer.splits_attention else _first_part(products)[:-1]  # which makes all rows on every rank
+    for w in products:
+        kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
         kept += (0 if compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
         kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, compiled))
@@ -169,13 +171,21 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     return (output + layer.attention_copies * width) / split + others
 
 
+def _first_part(products: list[WeightShape]) -> list[WeightShape]:
+    """The products that one part of a layer makes, its attention if it has one."""
+    return [w for w in products if _part(w) == _part(products[0])]
+
+
+def _part(weight: WeightShape) -> str:
+    return weight.name.rpartition(".")[0].rpartition(".")[0]
+
+
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     """Trainable weights, one of each run that reads the same tensor: queries, keys and values; gate and up."""
     kept: list[WeightShape] = []
     previous: tuple[str, int, int | None] | None = None
     for weight in products:
-        parent = weight.name.rpartition(".")[0].rpartition(".")[0]
-        reads = parent, weight.inputs, weight.tp_dim
+        reads = _part(weight), weight.inputs, weight.tp_dim
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None

@@ -98,6 +98,7 @@ def tensor_parallel_time(
     itemsize: int,
     upstream: bool,
     again: Sequence[int] = (),
+    sequence_parallel: bool = False,
 ) -> TensorParallelTime:
     """Of one layer on the tensor parallel `ranks`; `again`: widths of rows that the backward gathers once more.
 
@@ -105,7 +106,8 @@ def tensor_parallel_time(
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
     A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits, or
     sends three numbers of each target where ranks keep shares of them. Ranks that share a key head put the parts of its
-    key and value together, and sum their gradients.
+    key and value together, and sum their gradients. An attention that is not split gathers its rows under sequence
+    parallelism.
     """
     if len(ranks) < 2:
         return TensorParallelTime()
@@ -117,6 +119,8 @@ def tensor_parallel_time(
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
         if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
+        if sequence_parallel and layer.attention_width and not layer.splits_attention:
+            each += all_gather(itemsize * rows * sums[0], ranks, machine)
         back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
         return TensorParallelTime(each, back if needed else 0.0)
     forward = backward = 0.0

@@ -40,6 +40,9 @@ class Abilities:
         activation: pipeline stages: what passes between its layers.
         first_layers: FQNs of layers that stay together in the first stage.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
+        token_gathered: patterns of the parts within these that read all tokens, although tensor parallelism leaves them
+            whole.
+        splits_tokens: its own forward splits tokens and joins them; else the first and last of these layers do.
         use_packed: packing and context parallelism: prepares the module for them (hetmesh's own attention).
         tokens_per_row: for an encoder whose ranks can share the tokens of its media: how many tokens make one row.
         on_rows: for such an encoder: FQNs of the layers that work on rows; all others work on tokens.
@@ -63,6 +66,8 @@ class Abilities:
     activation: Activation | None = None
     first_layers: tuple[str, ...] = ()
     token_sharded: tuple[str, ...] = ()
+    token_gathered: tuple[str, ...] = ()
+    splits_tokens: bool = False
     use_packed: Callable[[nn.Module], None] | None = None
     tokens_per_row: int = 0
     on_rows: tuple[str, ...] = ()

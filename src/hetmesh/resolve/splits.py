@@ -46,12 +46,12 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
         return Splits()
     given, abilities, layers = table.module_fqns_per_model_part, adapter.abilities, adapter.layers()
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
-    whole = isinstance(adapter, UserAdapter) and options.sequence_parallel
+    whole = isinstance(adapter, UserAdapter) and options.sequence_parallel and name == recipe.sink
     if not cut and (abilities.activation is None or not is_sliced(recipe, name) or whole):
         return Splits()
     if whole:
         raise RecipeError(
-            f"{key}.enable_sequence_parallel: not together with the pipeline stages of a custom module, which would "
+            f"{key}.enable_sequence_parallel: not together with the pipeline stages of a custom LLM, which would "
             "have to start and end within a share of the tokens; leave one of them out"
         )
     if abilities.activation is None:

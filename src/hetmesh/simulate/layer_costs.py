@@ -101,7 +101,8 @@ class LayerCosts:
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
         again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
-        sums = tensor_parallel_time(layer, work, how.group, self.machine, again=again, **links) + exchange
+        links |= {"sequence_parallel": how.sequence_parallel, "again": again}
+        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
         flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
