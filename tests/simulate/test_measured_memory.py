@@ -27,7 +27,7 @@ exhaustive = pytest.mark.exhaustive
 
 CASES = {
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
-    "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16"),
+    "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16", reduced="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
     "sequence parallel, fewer key heads": recipe(TENSOR + SEQUENCE, key_heads=2),
 }
@@ -48,6 +48,7 @@ MORE = {
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),
     "whole during a step": recipe(WHOLE, batch=16),
+    "whole during a step, bfloat16, sums in float32": recipe(WHOLE, batch=16, compute="bfloat16"),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
     "recomputed but for products and attention": recipe(both("vision", "llm"), recomputed="selective"),
     "recomputed but for attention": recipe(SHARDED, recomputed="selective", save_ops=ATTENTION),

@@ -33,6 +33,8 @@ class ModuleOptions:
         save_ops: operations of torch (`hetmesh.cost.saved_operations`).
         parameter_dtype: of the parameters, their gradients, the sums of those over ranks and the optimizer's state.
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
+        reduce_dtype: in which FSDP adds up gradients, where it keeps them whole, and sums them over ranks; None is
+            `parameter_dtype`.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
         compile_backend: of torch.compile, for each block; None does not compile.
@@ -43,6 +45,7 @@ class ModuleOptions:
     save_ops: tuple[str, ...] = SAVE_OPS
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
     cpu_offload: bool = False
     compile_backend: str | None = None
@@ -51,6 +54,11 @@ class ModuleOptions:
     def row_dtype(self) -> torch.dtype:
         """In what the module computes, and in what its rows and their gradients travel."""
         return self.compute_dtype or self.parameter_dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In what FSDP sums gradients."""
+        return self.reduce_dtype or self.parameter_dtype
 
     @property
     def whole_in_step(self) -> bool:

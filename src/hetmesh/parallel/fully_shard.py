@@ -64,7 +64,8 @@ def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: 
     """The arguments of torch's `fully_shard` for a block inside `root`, but for its mesh."""
     arguments: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward != "never"}
     if options.compute_dtype is not None:
-        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=next(root.parameters()).dtype)
+        reduced = options.reduce_dtype or next(root.parameters()).dtype
+        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=reduced)
     if options.cpu_offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
     return arguments

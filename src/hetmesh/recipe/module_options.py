@@ -32,6 +32,7 @@ def module_options(recipe: Recipe, name: str) -> ModuleOptions:
         save_ops=recipe.activation_checkpoint.save_ops or SAVE_OPS,
         parameter_dtype=DTYPES[training.dtype],
         compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,
+        reduce_dtype=DTYPES["bfloat16"] if training.mixed_precision_reduce == "bfloat16" else None,
         sequence_parallel=splits_tokens(recipe, name),
         cpu_offload=training.enable_cpu_offload,
         compile_backend=recipe.compile.backend

@@ -219,7 +219,7 @@ class Training(Section):
     steps: Size = 10_000
     dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state
     mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it
-    mixed_precision_reduce: Literal["float32"] = "float32"  # gradients and losses are summed in it
+    mixed_precision_reduce: ComputeDtype = "float32"  # in what FSDP sums gradients; all else is summed in float32
     enable_cpu_offload: bool = False  # the shards of FSDP modules, their gradients and optimizer state
 
 
