@@ -96,6 +96,17 @@ def test_what_is_sent_depends_on_microbatches_only_where_parameters_are_let_go(p
             assert (gradients == 0) == frozen
 
 
+def test_gradients_that_are_summed_in_bfloat16_are_half_as_many_bytes(pool):
+    given = with_training(TWO(reshard="never"), dtype="float32", mixed_precision_param="bfloat16")
+    wide, narrow = (
+        pool(2).run(traffic, with_training(given, mixed_precision_reduce=dtype), timeout=120)
+        for dtype in ("float32", "bfloat16")
+    )
+    for one, half in zip(wide, narrow, strict=True):
+        assert [2 * summed for _, summed, *_ in half.values()] == [summed for _, summed, *_ in one.values()]
+        assert all(summed > 0 for _, summed, *_ in one.values())
+
+
 def test_replicas_of_shards_are_summed_once_per_step(pool4):
     tables = [table(name, "0-3", fsdp=2, data_parallel_replicate_degree=2) for name in ("vision", "llm")]
     for found in pool4.run(traffic, layout(*tables, reshard="never"), timeout=120):

@@ -29,6 +29,7 @@ def activation_bytes(
     recompute: bool = False,
     sequence_parallel: bool = False,
     autocast: bool = False,
+    compiled: bool = False,
     saved: Collection[str] = (),
 ) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
@@ -42,14 +43,17 @@ def activation_bytes(
         recompute: whether its forward runs again before its backward: then only its input is kept,
         saved: and what these operations made (`saved_names`).
         sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
-            product reads is gathered before it, and kept whole.
+            product reads is gathered before it, and kept as shares (`gathered_inputs`).
         autocast: whether parameters are in fp32 and torch.autocast casts what products read: weights, too, are then
             kept in both, per microbatch, and what lies between products stays in fp32.
+        compiled: whether torch.compile fuses what lies between products: its backward then computes norms and
+            activated gates again from what else is kept.
     """
     if not (upstream or layer.trainable):
         return 0
     rows = layer.rows(work)
     products = _products(layer)
+    shares = sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         own = max(itemsize, 4) if autocast else itemsize  # it lies between products
@@ -59,7 +63,7 @@ def activation_bytes(
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
-    kept += sum(half.inputs for half in halves if half.trainable)
+    kept += sum(half.inputs for half in halves if half.trainable) - (1 - 1 / tp) * shares
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
@@ -67,14 +71,23 @@ def activation_bytes(
     for w in products:
         kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
-        kept += _gate_elements(products, tp) + _attention_elements(layer, products, tp)
-        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between))
+        kept += (0 if compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
+        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, compiled))
     elif not products and layer.weights:
         # the rows of a table; or what a norm makes of its input, for the gradient of its weight
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
     if autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
+
+
+def gathered_inputs(layer: LayerShape, *, autocast: bool = False) -> list[int]:
+    """Widths of the rows that sequence parallelism gathers for a block's products and again in the backward, for the
+    gradients of their weights (`hetmesh.parallel.sequence_parallel`). None where autocast makes a copy of them, which
+    is kept, or low-rank adapters read them."""
+    if autocast or layer.on_targets or len(_products(layer)) < 2 or without_adapters(layer)[1]:
+        return []
+    return [w.inputs for w in _distinct(_products(layer)) if w.splits_outputs and not w.expert]
 
 
 def in_shares(layer: LayerShape, tp: int) -> bool:
@@ -130,17 +143,19 @@ def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
     ]
 
 
-def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float) -> Iterator[float]:
+def _norm_elements(
+    layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float, compiled: bool
+) -> Iterator[float]:
     """What transformers' RMSNorms keep beyond the output of the product before them: the normalised input, for their
     own weight's gradient. Those over heads, first of queries, then of keys, stand between a projection and attention,
     which then keeps another tensor than the projection gave, as wide."""
     of_heads = iter((layer.attention_width / tp, layer.keys_on(tp) or layer.attention_width / tp))
     for norm in _root_mean_square_norms(layer):
         if norm.numel == first.inputs:
-            yield norm.numel * (norm.trainable + _raised(itemsize)) * between
+            yield 0 if compiled else norm.numel * (norm.trainable + _raised(itemsize)) * between
         else:
             own = next(of_heads, layer.attention_width / tp)
-            yield own * (norm.trainable + _raised(itemsize) + 1)
+            yield own if compiled else own * (norm.trainable + _raised(itemsize) + 1)
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
@@ -210,11 +225,13 @@ def backward_bytes(
     upstream: bool,
     tp: int = 1,
     recompute: bool = False,
+    sequence_parallel: bool = False,
     autocast: bool = False,
+    compiled: bool = False,
     saved: Collection[str] = (),
 ) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
-    is added to the sum, and what is computed again. Arguments as of `activation_bytes`."""
+    is added to the sum, what is gathered again, and what is computed again. Arguments as of `activation_bytes`."""
     if not (upstream or layer.trainable):
         return 0
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
@@ -225,11 +242,15 @@ def backward_bytes(
     if layer.on_targets:  # of the logarithms of probabilities and of the logits
         return held + round(2 * work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp))
     held += _in_flight(layer, work, itemsize, tp)
+    gathered = gathered_inputs(layer, autocast=autocast) if sequence_parallel else []
     if recompute:
         flags: dict[str, Any] = {"upstream": upstream, "tp": tp, "autocast": autocast, "saved": saved}
+        flags |= {"sequence_parallel": sequence_parallel, "compiled": compiled}
         again, kept = (activation_bytes(layer, work, itemsize, recompute=flag, **flags) for flag in (False, True))
-        held += max(again - kept, 0)
-    return held
+        # autograd keeps what was gathered until the backward of the block, which follows
+        again += round(itemsize * layer.rows(work) * (1 - 1 / tp) * sum(gathered))
+        return held + max(again - kept, 0)
+    return held + itemsize * layer.rows(work) * max(gathered, default=0)
 
 
 def split_bytes(
@@ -240,11 +261,13 @@ def split_bytes(
     upstream: bool,
     tp: int = 1,
     recompute: bool = False,
+    sequence_parallel: bool = False,
     autocast: bool = False,
 ) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
-    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), and where its forward
-    runs again what goes into it, weights that autocast has cast included. Arguments as of `activation_bytes`."""
+    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
+    again what goes into it, weights that autocast has cast included, and what was gathered again. Arguments as of
+    `activation_bytes`."""
     if not upstream:
         return 0
     rows = layer.rows(work)
@@ -254,6 +277,7 @@ def split_bytes(
     casts = sum(tensor_parallel_elements(w, tp) for w in products if w.trainable) if autocast and again else 0
     kept += sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products)) if again else 0
     raised = max(itemsize, 4) / itemsize if autocast else 1
+    kept += sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
     heads = itertools.chain((layer.attention_width / tp, layer.keys_on(tp)), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):

@@ -97,9 +97,10 @@ def tensor_parallel_time(
     *,
     itemsize: int,
     upstream: bool,
+    again: Sequence[int] = (),
     sequence_parallel: bool = False,
 ) -> TensorParallelTime:
-    """Of one layer on the tensor parallel `ranks`.
+    """Of one layer on the tensor parallel `ranks`; `again`: widths of rows that the backward gathers once more.
 
     Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
@@ -120,7 +121,8 @@ def tensor_parallel_time(
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
         if sequence_parallel and layer.attention_width and not layer.splits_attention:
             each += all_gather(itemsize * rows * sums[0], ranks, machine)
-        return TensorParallelTime(each, each if needed else 0.0)
+        back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
+        return TensorParallelTime(each, back if needed else 0.0)
     forward = backward = 0.0
     if products:
         if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target

@@ -35,6 +35,8 @@ class ModuleOptions:
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
         compute_copies: whether the module, where FSDP does not shard it, computes with copies of its parameters in
             `compute_dtype`, and not under torch.autocast. Frozen parameters are in that dtype themselves.
+        reduce_dtype: in which FSDP adds up gradients, where it keeps them whole, and sums them over ranks; None is
+            `parameter_dtype`.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
         compile_backend: of torch.compile, for each block; None does not compile.
@@ -46,6 +48,7 @@ class ModuleOptions:
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     compute_copies: bool = False
+    reduce_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
     cpu_offload: bool = False
     compile_backend: str | None = None
@@ -54,6 +57,11 @@ class ModuleOptions:
     def row_dtype(self) -> torch.dtype:
         """In what the module computes, and in what its rows and their gradients travel."""
         return self.compute_dtype or self.parameter_dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In what FSDP sums gradients."""
+        return self.reduce_dtype or self.parameter_dtype
 
     @property
     def whole_in_step(self) -> bool:

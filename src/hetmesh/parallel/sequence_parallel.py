@@ -3,9 +3,10 @@
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 The flat tokens `[B * S, features]` are cut into equal contiguous shares, the last padded (`context.token_owners`),
 so any lengths are exact. Norms and residuals run on `[1, share, features]`. Attention and MLP gather all tokens where
-they start and reduce-scatter where they end: as many bytes as the two all-reduces that they replace. An attention that
-tensor parallelism leaves whole makes all tokens on every rank, which keeps its share; of that alone it has gradients,
-so that they are summands there, too.
+they start and reduce-scatter where they end: as many bytes as the two all-reduces that they replace. What was gathered
+is not kept: the backward gathers once more what the gradients of weights read. An attention that tensor parallelism
+leaves whole makes all tokens on every rank, which keeps its share; of that alone it has gradients, so that they are
+summands there, too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import pad
 
-from hetmesh._torch_compat import all_gather_single, not_compiled, reduce_scatter_single
+from hetmesh._torch_compat import all_gather_single, keeps_are_hooked, not_compiled, reduce_scatter_single
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.experts.block import ExpertBlock
 from hetmesh.parallel.linear import Collective, ColwiseLinear, RowwiseLinear, leave
@@ -66,18 +69,18 @@ def apply_sequence_parallel(
             if any(isinstance(part, RowwiseLinear) for part in others):  # a block with the linears of its MLP in itself
                 readers = [c for c in own if any(isinstance(part, ColwiseLinear) for part in c.modules())]
             for reader in readers:
-                reader.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
+                _Gather(group, tokens).register(reader)
             for part in linears:
                 if isinstance(part, ColwiseLinear):
                     part.enter = lambda x: x  # the gather sums the gradient
                 elif isinstance(part, RowwiseLinear):
                     part.leave = _Scatter(group)
         elif isinstance(parent, ExpertBlock):
-            parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
+            _Gather(group, tokens).register(parent)
             parent.enter, parent.leave = None, _Scatter(group)  # gradients of the router are now partial, too,
             parent.balances = dist.get_rank(group) == 0  # and each part of them counts once
         elif any(matches(name, pattern) for pattern in gathered):
-            parent.register_forward_pre_hook(_Gather(group, tokens), with_kwargs=True)
+            _Gather(group, tokens).register(parent)
             parent.register_forward_hook(_Keep(group))
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
@@ -164,6 +167,31 @@ class ShardedTokens(AllTokens):
         return leave(self.spread(rows, batch, key), self.group)
 
 
+class _Gathered:
+    """What autograd keeps of a part of the module: of the tokens that were gathered for it this rank's share, which the
+    backward gathers again, once for all that read them (queries, keys, values)."""
+
+    def __init__(self, share: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+        self.share, self.group = share.detach(), group
+        self.storage, self.versions = StorageWeakRef(whole.untyped_storage()), (share._version, whole._version)
+        self.again: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int, Any]:
+        if StorageWeakRef(tensor.untyped_storage()) == self.storage and tensor._version == self.versions[1]:
+            return self.share, self.versions[0], (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return tensor, tensor._version, None
+
+    def unpack(self, kept: tuple[Tensor, int, Any]) -> Tensor:
+        tensor, version, view = kept
+        if tensor._version != version:
+            raise RuntimeError("a tensor that the backward needs was changed in place after it was read")
+        if view is None:
+            return tensor
+        if self.again is None:
+            self.again = _all_gather(self.share, self.group)
+        return self.again.as_strided(*view)
+
+
 class _Gather:
     """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
     the rotary embedding, which every rank has for all tokens, or because hooks split them), else
@@ -171,12 +199,29 @@ class _Gather:
 
     def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
         self.group, self.tokens = group, tokens
+        self.hooks: saved_tensors_hooks | None = None
+
+    def register(self, part: nn.Module) -> None:
+        """Let `part`, the attention or MLP, read all tokens. Where activations are checkpointed or offloaded, that
+        decides what is kept."""
+        part.register_forward_pre_hook(self, with_kwargs=True)
+        part.register_forward_hook(self._keep_all, always_call=True)
+
+    @not_compiled
+    def _keep_all(self, *_: object) -> None:
+        if self.hooks is not None:
+            self.hooks.__exit__()
+        self.hooks = None
 
     @not_compiled
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         flat, group = _hidden(args, kwargs).flatten(0, -2), self.group
         size = len(flat)
         whole = Collective.apply(flat, lambda x: _all_gather(x, group), lambda g: _reduce_scatter(g, size, group))
+        if torch.is_grad_enabled() and not keeps_are_hooked():
+            gathered = _Gathered(flat, whole, group)
+            self.hooks = saved_tensors_hooks(gathered.pack, gathered.unpack)
+            self.hooks.__enter__()
         if self.tokens.by_hooks and (shape := self.tokens.shape) is not None:
             whole = whole[: math.prod(shape)].view(*shape, -1)
         elif (rotary := kwargs.get("position_embeddings")) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
-from hetmesh.cost.activations import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.activations import backward_bytes, forward_bytes, gathered_inputs, split_bytes
 from hetmesh.cost.collective_time import tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.cost.shapes import expert_share
@@ -45,6 +45,7 @@ class How:
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
         experts: the ranks that share its experts, and exchange tokens.
+        compiled: whether torch.compile fuses what lies between its products.
     """
 
     dtype: str
@@ -55,6 +56,7 @@ class How:
     sequence_parallel: bool = False
     autocast: bool = False
     experts: tuple[int, ...] = ()
+    compiled: bool = False
     saved: frozenset[str] = frozenset()
 
 
@@ -98,18 +100,20 @@ class LayerCosts:
         exchange = exchange_time(layer, work, how.experts, self.machine, **links)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
-        sums = exchange + tensor_parallel_time(
-            layer, work, how.group, self.machine, **links, sequence_parallel=how.sequence_parallel
-        )
+        again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
+        links |= {"sequence_parallel": how.sequence_parallel, "again": again}
+        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
-        flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
-        flags |= {"tp": tp, "autocast": how.autocast}
-        kept = activation_bytes(*size, sequence_parallel=how.sequence_parallel, saved=how.saved, **flags)
-        split, forward = split_bytes(*size, **flags), forward_bytes(*size, **flags)
-        transient = forward, backward_bytes(*size, saved=how.saved, **flags)
+        flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
+        flags |= {"recompute": how.recompute}
+        forward = forward_bytes(*size, **flags)
+        flags |= {"sequence_parallel": how.sequence_parallel}
+        split = split_bytes(*size, **flags)
+        flags |= {"saved": how.saved, "compiled": how.compiled}
+        kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        sizes = kept, split, *transient, transient[1] - split
+        sizes = kept, split, forward, backward, backward - split
         return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:

@@ -194,6 +194,7 @@ class StageCosts:
             self.options.sequence_parallel and len(group) > 1,
             dtype != self.options.parameter_dtype and self._size("dp_shard") == 1 and not self.options.compute_copies,
             self._experts_group("ep"),
+            self.options.compile_backend == "inductor" and block,
             saved,
         )
 
@@ -291,14 +292,14 @@ class StageCosts:
     @cached_property
     def _scattering(self) -> int:
         """Bytes of whole gradients of a block that are being summed to shards."""
-        return self._largest_block * self.options.parameter_dtype.itemsize
+        return self._largest_block * self.options.sum_dtype.itemsize
 
     @cached_property
     def _scattered(self) -> int:
         """What FSDP sums of the root at the end of a backward: whole gradients as the backward left them, these copied
         into one message in the dtype in which they are summed, and what comes of that. The first are gone when the last
         is made."""
-        root, itemsize = self._gathered_together.get("", 0), self.options.parameter_dtype.itemsize
+        root, itemsize = self._gathered_together.get("", 0), self.options.sum_dtype.itemsize
         if not self.contents.trained:
             return 0
         shard = -(-root // self._size("dp_shard"))
@@ -327,7 +328,7 @@ class StageCosts:
         if not self.backward:
             return StageBytes(gathered=kept_bytes * whole, gathering=self._gathering, whole=whole)
         adding = self.contents.trained + self.contents.experts_trained if whole else 0
-        added = adding * self.options.parameter_dtype.itemsize
+        added = adding * self.options.sum_dtype.itemsize
         return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering, self._scattered, whole, added)
 
     @cached_property
@@ -338,10 +339,11 @@ class StageCosts:
         return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
 
     def _sums_of(self, elements: int, group: Callable[[str], tuple[int, ...]]) -> tuple[float, float, float]:
-        itemsize = self.options.parameter_dtype.itemsize
         shards, replicas, context = (group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
+        itemsize = (self.options.sum_dtype if shards else self.options.parameter_dtype).itemsize
         scatter, reduce = gradient_sum_time(elements, itemsize, shards, replicas, self.machine)
-        return scatter, reduce, all_reduce(elements * itemsize / max(len(shards), 1), context, self.machine)
+        shard = elements * self.options.parameter_dtype.itemsize / max(len(shards), 1)
+        return scatter, reduce, all_reduce(shard, context, self.machine)
 
     @property
     def _scatter(self) -> float:
