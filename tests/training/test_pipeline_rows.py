@@ -219,3 +219,5 @@ def test_a_backward_is_whole_where_its_parameters_are_let_go_in_every_microbatch
     given = recipe("zero_bubble", table("vision", "0-1"), projector, table("llm", "0-3", pp=2, fsdp=2))
     split = {str(stage) for stage in recipe_schedule(given, resolve(given).graph, 3).split}
     assert split == {"llm.0", "llm.1"} | ({"projector.0"} if reshard == "never" else set())
+    compiled = given.model_copy(update={"compile": given.compile.model_copy(update={"enable": True})})
+    assert not recipe_schedule(compiled, resolve(compiled).graph, 3).split

@@ -199,9 +199,11 @@ class ModuleSpec:
         return shards * self.mesh.axis_size("ep")
 
     @property
-    def gathered_in_microbatches(self) -> bool:
-        """Whether FSDP gathers its parameters and sums their gradients in every microbatch, and not once per step."""
-        return dense_mesh(self.mesh).axis_size("dp_shard") > 1 and not self.options.whole_in_step
+    def splits_backward(self) -> bool:
+        """Whether the backward of its stages may come in two parts: FSDP does not let go of parameters before the
+        second, and torch.compile makes no single function of it."""
+        keeps = self.options.whole_in_step or dense_mesh(self.mesh).axis_size("dp_shard") == 1
+        return keeps and self.options.compile_backend is None
 
     def lane_of(self, rank: int) -> int | None:
         """The lane that `rank` belongs to, or None if it is not a member."""

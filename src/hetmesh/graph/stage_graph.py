@@ -69,7 +69,7 @@ class StageGraph:
         trainable_stages: stages with a trainable parameter: those whose gradients are reduced.
         ranks: of each stage, ascending; equally many for all stages of a module.
         splittable_stages: stages whose backward may come in two parts: both the gradient of an input and those of
-            parameters are wanted, and FSDP does not let go of parameters before the second.
+            parameters are wanted, and it can be split.
     """
 
     stages: tuple[Stage, ...]
@@ -141,8 +141,8 @@ def stage_graph(graph: ModuleGraph) -> StageGraph:
             reached.add(stage)
     gradient_edges = frozenset(edge for edge in edges if edge.source in reached)
     ranks = tuple(tuple(sorted(graph[s.module].stage_mesh(s.index).ranks)) for s in stages)
-    kept = {stage for stage in trainable if not graph[stage.module].gathered_in_microbatches}
-    splittable = frozenset(kept & {edge.destination for edge in gradient_edges})
+    wanted = trainable & {edge.destination for edge in gradient_edges}
+    splittable = frozenset(stage for stage in wanted if graph[stage.module].splits_backward)
     sets = frozenset(reached), gradient_edges, frozenset(trainable)
     return StageGraph(tuple(stages), tuple(edges), *sets, ranks, splittable)
 

@@ -32,8 +32,8 @@ def zero_bubble(
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), ZB-H1, over the module DAG. Only stages that
     need the gradients of both an input and parameters are split: a frozen stage has nothing to defer, and nobody waits
-    for a stage without anything trainable before it. Nor are those whose parameters FSDP gathers per microbatch: they
-    are gone when the second part comes.
+    for a stage without anything trainable before it. Nor are those that cannot be split
+    (`ModuleSpec.splits_backward`).
     """
     split = stages.splittable_stages if training else NO_STAGES
     return by_caps(stages, Routes.of(stages, microbatches), training, split)
