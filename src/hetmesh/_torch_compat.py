@@ -26,6 +26,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 StridedShard = _StridedShard
 not_compiled = _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+
+def keeps_are_hooked() -> bool:
+    """Whether hooks decide what autograd keeps of the operations that follow: those of checkpointing or offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 # torch 2.13 renamed these two and warns at every use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -59,12 +65,16 @@ def whole_tensor(tensor: Any) -> torch.Tensor:
         logger.setLevel(level)
 
 
-def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's `stage_backward_input` and `stage_backward_weight`. What they import takes a second; only the schedule
-    zero_bubble needs them."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+def split_backward() -> Any:
+    """torch's module of `stage_backward_input`, `stage_backward_weight` and what these find in a graph. What it imports
+    takes a second; only the schedule zero_bubble needs it."""
+    from torch.distributed.pipelining import _backward
 
-    return stage_backward_input, stage_backward_weight
+    return _backward
+
+
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of autograd's graph whose backward runs in this thread; None outside of a backward."""
 
 
 def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
@@ -119,13 +129,14 @@ def exchange_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
         parameter._local_tensor, parameter._spec = values._local_tensor, values._spec
 
 
-def sum_in_own_dtype(root: Any) -> None:
-    """Let autograd bring gradients of what FSDP2 has gathered inside `root` to the dtype of its shards, in which they
-    are summed. FSDP does so only where it lets them add up first, and asserts that all of a block are of one dtype."""
+def sum_in_reduce_dtype(root: Any) -> None:
+    """Let autograd bring gradients of what FSDP2 has gathered inside `root` to the dtype in which they are summed. FSDP
+    does so only where it lets them add up first, and asserts that all of a block are of one dtype."""
     for _, group in fsdp_groups(root):
         for parameter in group.fsdp_params:
-            if parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad_dtype = parameter.sharded_param.dtype
+            trained = parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param")
+            if trained and parameter.reduce_dtype is not None:  # another than that of the computation
+                parameter._unsharded_param.grad_dtype = parameter.reduce_dtype
 
 
 def finish_fsdp_backward(root: Any) -> None:

@@ -19,7 +19,7 @@ from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.named.siglip import SiglipAdapter
-from hetmesh.parallel import apply_tensor_parallel
+from hetmesh.parallel import apply_tensor_parallel, sequence_parallel
 from hetmesh.parallel.experts.block import make_expert_block
 from hetmesh.parallel.experts.routed_tokens import RoutedTokens
 from hetmesh.parallel.experts.token_exchange import ExpertRanks
@@ -29,7 +29,8 @@ BATCH, LENGTH = 4, 64
 WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)
 
 
-def saved_bytes(module, run):
+def saved_bytes(module, run, inside=lambda pack: None):
+    """Bytes that autograd saves while `run` runs; its own hooks would hide some from ours: `inside` gets `pack`."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept = {}
 
@@ -39,6 +40,7 @@ def saved_bytes(module, run):
             kept[storage.data_ptr()] = storage.nbytes(), tensor  # alive, so that no address is used twice
         return tensor
 
+    inside(pack)
     with saved_tensors_hooks(pack, lambda tensor: tensor), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         run()
     return sum(size for size, _ in kept.values())
@@ -110,6 +112,22 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
 
 
 @pytest.mark.parametrize("adapter_class", [Qwen3Adapter, LlamaAdapter])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_heads_that_several_query_heads_read_are_not_copied(adapter_class, dtype):
+    config = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 1}
+    adapter = adapter_class.make(
+        AdapterRequest("llm", {**config, "head_dim": 64, "intermediate_size": 1024}, vocab_size=90)
+    )
+    module = adapter.build().to(dtype)
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    x = torch.randn(BATCH, LENGTH, 512, dtype=dtype, requires_grad=True)
+    cos = torch.randn(BATCH, LENGTH, 64, dtype=dtype)
+    held = nn.ParameterList([*module.parameters(), nn.Parameter(cos)])  # the angles are all layers'
+    saved = saved_bytes(held, lambda: module.model.layers[0](x, None, position_embeddings=(cos, cos)))
+    assert activation_bytes(shape, WORK, dtype.itemsize, upstream=True) == pytest.approx(saved, rel=0.02)
+
+
+@pytest.mark.parametrize("adapter_class", [Qwen3Adapter, LlamaAdapter])
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_ranks_that_share_two_key_heads_keep_a_whole_one_each(adapter_class, tp):
     config = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -122,6 +140,50 @@ def test_ranks_that_share_two_key_heads_keep_a_whole_one_each(adapter_class, tp)
         held = nn.ParameterList(nn.Parameter(local_part(p)) for p in module.parameters())
         saved = saved_bytes(held, lambda: module.model.layers[0](x, None, position_embeddings=(cos, cos)))
     assert activation_bytes(shape, WORK, 4, upstream=True, tp=tp) == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "backend"),
+    [
+        (torch.float32, True, None),
+        (torch.bfloat16, True, None),
+        (torch.bfloat16, False, None),
+        (torch.bfloat16, True, "aot_eager_decomp_partition"),
+    ],
+)
+def test_under_sequence_parallelism_only_shares_are_kept_of_what_was_gathered(monkeypatch, dtype, trainable, backend):
+    """The partitioner is that of torch.compile's default backend, which fuses what lies between products."""
+    config = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4}
+    adapter = Qwen3Adapter.make(
+        AdapterRequest("llm", {**config, "head_dim": 64, "intermediate_size": 1024}, vocab_size=90)
+    )
+    module = adapter.build().to(dtype).requires_grad_(trainable)
+    shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
+    monkeypatch.setattr(sequence_parallel, "keeps_are_hooked", lambda: False)  # those of `saved_bytes` only look
+    ranks, rows = 4, BATCH * LENGTH
+    cos = torch.randn(BATCH, LENGTH, 64, dtype=dtype)
+    with fake_process_group(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        apply_tensor_parallel(module, mesh, adapter.tensor_parallel_plan())
+        sequence_parallel.apply_sequence_parallel(module, mesh, ["model.layers"])
+        block = module.model.layers[0]
+        if backend:
+            torch._dynamo.reset()
+            block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
+        x = torch.randn(1, rows // ranks, 512, dtype=dtype, requires_grad=True)
+        held = nn.ParameterList([*(nn.Parameter(local_part(p)) for p in module.parameters()), nn.Parameter(cos)])
+        own = sequence_parallel._Gathered.pack
+
+        def inside(pack):
+            def packed(self, tensor):
+                kept, *rest = own(self, tensor)
+                return pack(kept), *rest
+
+            monkeypatch.setattr(sequence_parallel._Gathered, "pack", packed)
+
+        saved = saved_bytes(held, lambda: block(x, None, position_embeddings=(cos, cos)), inside)
+    flags = {"upstream": True, "tp": ranks, "sequence_parallel": True, "compiled": backend is not None}
+    assert activation_bytes(shape, Work(rows), dtype.itemsize, **flags) == pytest.approx(saved, rel=0.03)
 
 
 def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():

@@ -78,7 +78,8 @@ def test_sequence_parallelism_splits_norms_and_what_lies_between():
     one, split = (layer_time(block, WORK, RATES, **flags, sequence_parallel=each).forward for each in (False, True))
     assert one - split == pytest.approx(4 * 2 * 32 * 24 * 3 / 4 / 1e9)
     kept, less = (activation_bytes(block, WORK, 4, **flags, sequence_parallel=each) for each in (False, True))
-    assert kept - less == 4 * 32 * (24 + 24) * 3 / 4  # what the norm keeps of its input, and the MLP's sum
+    # what the norm keeps of its input, what was gathered of its result, and the MLP's sum
+    assert kept - less == 4 * 32 * 3 * 24 * 3 / 4
     assert activation_bytes(block, WORK, 4, **flags, recompute=True, sequence_parallel=True) == 4 * 32 * 24 / 4
 
 

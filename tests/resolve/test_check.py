@@ -172,6 +172,7 @@ def test_keys_that_are_taken_without_effect_are_told():
 
 def test_all_that_is_wrong_is_said_at_once():
     text = TEXT + "[training]\npack_samples = true\nenable_cpu_offload = true\ndtype = 'float64'\n"
+    text += "mixed_precision_reduce = 'bfloat16'\n"
     recipe = parse_recipe(text, ("--modules.vision.mixed_precision_param", "bfloat16"))
     llm = Adapter({"heads": 4}, Abilities(attention_dropout=0.5))
     with pytest.raises(RecipeError) as caught:
@@ -179,6 +180,7 @@ def test_all_that_is_wrong_is_said_at_once():
     said = str(caught.value).splitlines()
     assert [line.split(" ")[0] for line in said] == [
         "modules.vision.mixed_precision_param",
+        "training.mixed_precision_reduce",
         "training.enable_cpu_offload:",
         "boundaries[1].at",
         "parallelism.llm.tensor_parallel_degree",

@@ -59,6 +59,7 @@ max_text = 100
 local_batch_size = {batch}
 pack_samples = {packed}
 {precision}
+mixed_precision_reduce = "{reduced}"
 steps = 1000
 [activation_checkpoint]
 mode = "{recomputed}"
@@ -95,6 +96,7 @@ def recipe(
     packed: bool = False,
     recomputed: str = "none",
     compute: str = "float32",
+    reduced: str = "float32",
     key_heads: int = 4,
     experts: bool = False,
     encoder: bool = True,
@@ -107,6 +109,7 @@ def recipe(
         "batch": batch,
         "recomputed": recomputed,
         "precision": f'dtype = "{dtype}"' if dtype != "float32" else f'mixed_precision_param = "{compute}"',
+        "reduced": reduced,
         "key_heads": key_heads,
         "save_ops": f"save_ops = {save_ops}" if save_ops else "",
     }

@@ -12,6 +12,7 @@ from hetmesh.simulate import simulate
 pytestmark = pytest.mark.slow
 
 TENSOR = both("vision") + both("llm", key="tensor_parallel_degree")
+SEQUENCE = "enable_sequence_parallel = true\n"
 CONTEXT = both("vision", "projector") + both("llm", key="context_parallel_degree")
 SHARDED = both("vision", "llm", key="data_parallel_shard_degree")
 WHOLE = SHARDED + 'fsdp_reshard_after_forward = "never"\n'
@@ -26,8 +27,9 @@ exhaustive = pytest.mark.exhaustive
 
 CASES = {
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
-    "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16"),
+    "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16", reduced="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
+    "sequence parallel, fewer key heads": recipe(TENSOR + SEQUENCE, key_heads=2),
 }
 MORE = {
     "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
@@ -41,10 +43,22 @@ MORE = {
         both("vision") + both("llm", key="tensor_parallel_degree"), packed=True, experts=True
     ),
     "tensor parallel": recipe(TENSOR),
+    "pipeline, split backward, recomputed": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full"
+    ),
+    "pipeline, split backward, recomputed, bfloat16": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step, recomputed, bfloat16": recipe(
+        WHOLE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step": recipe(WHOLE, schedule="zero_bubble", batch=16),
+    "sequence parallel, recomputed": recipe(TENSOR + SEQUENCE, recomputed="full"),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),
     "whole during a step": recipe(WHOLE, batch=16),
+    "whole during a step, bfloat16, sums in float32": recipe(WHOLE, batch=16, compute="bfloat16"),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
     "bf16 parameters on replicas": recipe(both("vision", "llm"), dtype="bfloat16"),
     "bf16 parameters, fully sharded": recipe(SHARDED, dtype="bfloat16"),

@@ -99,8 +99,7 @@ CASES = [
     ),
     ("Muon", "pipeline"),
     *(pytest.param("Muon", at, marks=pytest.mark.exhaustive) for at in ("replicas", "FSDP", "TP", "SP", "CP")),
-    ("Adafactor", "pipeline"),
-    pytest.param("Adafactor", "replicas", marks=pytest.mark.exhaustive),
+    *(pytest.param("Adafactor", at, marks=pytest.mark.exhaustive) for at in ("pipeline", "replicas")),
     *(pytest.param("rows", layout, marks=pytest.mark.exhaustive) for layout in ("TP", "CP")),
     pytest.param("signs", "pipeline", marks=pytest.mark.exhaustive),
 ]
@@ -133,7 +132,8 @@ def test_an_update_of_shards_would_be_found(pool4, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["Muon", pytest.param("signs", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("optimizer", ["Muon", "signs"])
 def test_experts_on_different_ranks_equal_one_process(pool4, tmp_path, optimizer):
     options = {"experts": True, "policy": "sequential"}
     layout = [table("vision", "0-1"), table("llm", "0-3", fsdp=2, tp=2, expert_parallel_degree=2)]
@@ -186,6 +186,7 @@ def test_of_whole_parameters_each_rank_keeps_its_share_of_the_state(pool4, tmp_p
         assert all(found)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_another_optimizer_does_not_go_on(pool4, tmp_path):
     saving = "[checkpoint]\nenable = true"

@@ -23,7 +23,7 @@ LLM = {
     "FSDP x TP": {"fsdp": 2, "tp": 2},
 }
 """Degrees beside those of a schedule, of context and of expert parallelism."""
-ENCODER = {"DP": {}, "FSDP": {"data_parallel_shard_degree": -1}, "TP": {"tp": 2}, "PP": {"pp": 2}}
+ENCODER = {"DP": {}, "FSDP": {"data_parallel_shard_degree": -1}, "SP": {"tp": 2}, "TP": {"tp": 2}, "PP": {"pp": 2}}
 SHARDED = {"FSDP", "FSDP x TP"}
 """Of these, those for which it counts when gathered parameters are let go."""
 ASSIGNMENTS = {
@@ -54,9 +54,6 @@ FACTORS = {
 
 RECOMPUTED = {"selective": 'mode = "selective"', "full": 'mode = "full"'}
 RECOMPUTED["attention"] = 'mode = "selective"\nsave_ops = ["aten.scaled_dot_product_attention"]'
-SPLIT_FACTORS = ("llm", "encoder", "recomputed")
-NOT_SPLIT = {"FSDP", "selective", "attention", "full"}
-"""What a backward in two parts does not go with, of these factors."""
 
 
 def degrees(row):
@@ -81,10 +78,9 @@ def allowed(row):
     return not (
         size(row) > (2 if row.get("ranks") == "disjoint" else 4)
         or (row.get("experts") and row.get("packed") is False)  # experts get no padding
-        or (row.get("schedule") == "zero_bubble" and NOT_SPLIT & {row.get(key) for key in SPLIT_FACTORS})  # refused
         or (row.get("schedule") == "bubble_fill" and row.get("ranks") == "disjoint")  # no gaps to fill
         or (row.get("reshard", "default") != "default" and row.get("llm", "FSDP") not in SHARDED)
-        or (row.get("reshard", "default") != "default" and row.get("schedule") == "zero_bubble")
+        or (row.get("reshard") == "always" and row.get("schedule") == "zero_bubble")  # refused
     )
 
 
@@ -106,15 +102,14 @@ def recipe_of(number, row):
     """The recipe of a row, and who handles which sample."""
     encoder, llm = placed(row)
     reshard = f'\nfsdp_reshard_after_forward = "{row["reshard"]}"'
-    keys = []
-    if row["llm"] == "SP":
-        keys.append("enable_sequence_parallel = true")
+    sequence = "\nenable_sequence_parallel = true"
+    keys = [sequence] if row["llm"] == "SP" else []
     if row["context"] == 2:
         keys.append(f'context_parallel_assignment = "{TOKENS[number % len(TOKENS)]}"')
     slices = row["schedule"] == "bubble_fill" and row["ranks"] == "colocated" and row["encoder"] != "PP"
     given = recipe(
         row["schedule"],
-        table("vision", encoder, **ENCODER[row["encoder"]]) + reshard,
+        table("vision", encoder, **ENCODER[row["encoder"]]) + reshard + sequence * (row["encoder"] == "SP"),
         "\n".join([table("llm", llm, **degrees(row)) + reshard, *keys]),
         f"[activation_checkpoint]\n{RECOMPUTED.get(row['recomputed'], '')}",
         f"[debug]\nseed = {number}",

@@ -105,6 +105,13 @@ CASES = {
     ),
     "pipeline, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2, pp=2), policy="three_phase"),
     "encoder context parallel": recipe(table("vision", "0-2", context_parallel_degree=3), table("llm", "3")),
+    "encoder sequence and context parallel": recipe(
+        table("vision", "0-3", tp=2, context_parallel_degree=2) + SP,
+        table("llm", "0-3", pp=2, tp=2),
+        '[activation_checkpoint]\nmode = "full"',
+        policy="1f1b",
+        vision="lora = { rank = 2 }",
+    ),
     "both context parallel": recipe(
         table("vision", "0-3", context_parallel_degree=2), cp("0-3", 2, pp=2), policy="three_phase"
     ),

@@ -70,7 +70,7 @@ def traffic(rank, given):
 PIPELINE = table("vision", "0,1", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "interleaved", "three_phase", "bubble_fill"])
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "interleaved", "three_phase", "bubble_fill"])
 def test_in_a_pipeline_each_parameter_and_gradient_is_sent_once_per_step(pool4, policy):
     given = layout(*PIPELINE, policy, extra=SLICES if policy == "bubble_fill" else "")
     stages = set()
@@ -94,6 +94,17 @@ def test_what_is_sent_depends_on_microbatches_only_where_parameters_are_let_go(p
             assert summed == STEPS * times * gradients
             assert gathered == STEPS * times * parameters * (1 if reshard == "never" or frozen else 2)
             assert (gradients == 0) == frozen
+
+
+def test_gradients_that_are_summed_in_bfloat16_are_half_as_many_bytes(pool):
+    given = with_training(TWO(reshard="never"), dtype="float32", mixed_precision_param="bfloat16")
+    wide, narrow = (
+        pool(2).run(traffic, with_training(given, mixed_precision_reduce=dtype), timeout=120)
+        for dtype in ("float32", "bfloat16")
+    )
+    for one, half in zip(wide, narrow, strict=True):
+        assert [2 * summed for _, summed, *_ in half.values()] == [summed for _, summed, *_ in one.values()]
+        assert all(summed > 0 for _, summed, *_ in one.values())
 
 
 def test_replicas_of_shards_are_summed_once_per_step(pool4):
@@ -131,8 +142,9 @@ def second_gradients(rank, given, where):
     job = Job.assemble(resolve(given), World.current())
     if where:
         handle = break_second_microbatch(job, where)
-        with pytest.raises(Broken):
+        with pytest.raises(RuntimeError) as caught:
             job.forward_backward()
+        assert Broken in (type(caught.value), type(caught.value.__cause__))  # torch wraps it in a split backward
         handle.remove()
     else:
         job.forward_backward()
@@ -145,9 +157,17 @@ HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
 """Whole gradients add up in another dtype than that in which they are computed, and so in other tensors."""
 
 
-@pytest.mark.parametrize(("reshard", "keys"), [("never", {}), ("never", HALF), ("default", {})])
-def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard, keys):
-    given = with_training(TWO(reshard=reshard), **keys)
+@pytest.mark.parametrize(
+    ("policy", "reshard", "keys"),
+    [
+        ("sequential", "never", {}),
+        ("sequential", "never", HALF),
+        ("sequential", "default", {}),
+        ("zero_bubble", "never", HALF),
+    ],
+)
+def test_a_step_that_fails_leaves_nothing_to_the_next(pool, policy, reshard, keys):
+    given = with_training(TWO(policy, reshard=reshard), **keys)
     expected, *others = (
         pool(2).run(second_gradients, given, where, timeout=120) for where in ("", "forward", "backward")
     )
@@ -188,14 +208,16 @@ def test_an_evaluation_gathers_once_and_leaves_shards(pool):
 
 @pytest.mark.parametrize("keys", [{"mixed_precision_param": "bfloat16"}, {"enable_cpu_offload": True}])
 def test_half_precision_adds_up_in_that_of_the_sums_and_shards_may_lie_on_the_host(pool, keys):
-    """Each microbatch's gradient is rounded to bfloat16 once, as where each is summed by itself."""
-    whole, each = (
-        pool(2).run(gradients_after, with_training(TWO(reshard=reshard), dtype="float32", **keys), timeout=120)
-        for reshard in ("never", "always")
+    """Each microbatch's gradient is rounded to bfloat16 once, as where each is summed by itself; also where the
+    backward comes in two parts."""
+    each, *wholes = (
+        pool(2).run(gradients_after, with_training(TWO(policy, reshard=reshard), dtype="float32", **keys), timeout=120)
+        for policy, reshard in (("sequential", "always"), ("sequential", "never"), ("zero_bubble", "never"))
     )
-    for (found, *_), (expected, *_) in zip(whole, each, strict=True):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    for whole in wholes:
+        for (found, *_), (expected, *_) in zip(whole, each, strict=True):
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def one_unit():
@@ -206,7 +228,7 @@ def one_unit():
     return root, apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
 
 
-def last_action_without_backward(rank):
+def last_action_without_backward(rank, weights):
     root, whole = one_unit()
     whole.begin(3)
     with whole.action():
@@ -214,14 +236,15 @@ def last_action_without_backward(rank):
     with whole.action():
         output.sum().backward()
     assert not isinstance(root.weight, DTensor)
-    with whole.action():
-        pass
+    with whole.action(weights):
+        assert not isinstance(root.weight, DTensor)
     assert isinstance(root.weight, DTensor)
     return root.weight.grad.to_local()
 
 
-def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool):
-    for gradient in pool(2).run(last_action_without_backward):
+@pytest.mark.parametrize("weights", [False, True])
+def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool, weights):
+    for gradient in pool(2).run(last_action_without_backward, weights):
         assert torch.equal(gradient, torch.full((2, 3), 3.0, dtype=torch.float64))
 
 

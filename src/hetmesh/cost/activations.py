@@ -29,6 +29,7 @@ def activation_bytes(
     recompute: bool = False,
     sequence_parallel: bool = False,
     autocast: bool = False,
+    compiled: bool = False,
     saved: Collection[str] = (),
 ) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
@@ -42,14 +43,17 @@ def activation_bytes(
         recompute: whether its forward runs again before its backward: then only its input is kept,
         saved: and what these operations made (`saved_names`).
         sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
-            product reads is gathered before it, and kept whole.
+            product reads is gathered before it, and kept as shares (`gathered_inputs`).
         autocast: whether parameters are in fp32 and torch.autocast casts what products read: weights, too, are then
             kept in both, per microbatch, and what lies between products stays in fp32.
+        compiled: whether torch.compile fuses what lies between products: its backward then computes norms and
+            activated gates again from what else is kept.
     """
     if not (upstream or layer.trainable):
         return 0
     rows = layer.rows(work)
     products = _products(layer)
+    shares = sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
     between = 1 / tp if sequence_parallel else 1.0
     if recompute and len(products) > 1:
         own = max(itemsize, 4) if autocast else itemsize  # it lies between products
@@ -59,20 +63,31 @@ def activation_bytes(
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
-    kept += sum(half.inputs for half in halves if half.trainable)
+    kept += sum(half.inputs for half in halves if half.trainable) - (1 - 1 / tp) * shares
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
-    kept += sum((1 / tp if w.splits_outputs else between) * w.per_row * w.outputs for w in products)
+    of_attention = () if layer.splits_attention else _first_part(products)[:-1]  # which makes all rows on every rank
+    for w in products:
+        kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
-        kept += _gate_elements(products, tp) + _attention_elements(layer, products, tp)
-        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between))
+        kept += (0 if compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
+        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, compiled))
     elif not products and layer.weights:
         # the rows of a table; or what a norm makes of its input, for the gradient of its weight
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
     if autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
+
+
+def gathered_inputs(layer: LayerShape, *, autocast: bool = False) -> list[int]:
+    """Widths of the rows that sequence parallelism gathers for a block's products and again in the backward, for the
+    gradients of their weights (`hetmesh.parallel.sequence_parallel`). None where autocast makes a copy of them, which
+    is kept, or low-rank adapters read them."""
+    if autocast or layer.on_targets or len(_products(layer)) < 2 or without_adapters(layer)[1]:
+        return []
+    return [w.inputs for w in _distinct(_products(layer)) if w.splits_outputs and not w.expert]
 
 
 def in_shares(layer: LayerShape, tp: int) -> bool:
@@ -128,33 +143,41 @@ def _root_mean_square_norms(layer: LayerShape) -> list[WeightShape]:
     ]
 
 
-def _norm_elements(layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float) -> Iterator[float]:
+def _norm_elements(
+    layer: LayerShape, first: WeightShape, tp: int, itemsize: int, between: float, compiled: bool
+) -> Iterator[float]:
     """What transformers' RMSNorms keep beyond the output of the product before them: the normalised input, for their
     own weight's gradient. Those over heads, first of queries, then of keys, stand between a projection and attention,
-    which then keeps another tensor than the projection gave."""
+    which then keeps another tensor than the projection gave, as wide."""
     of_heads = iter((layer.attention_width / tp, layer.keys_on(tp) or layer.attention_width / tp))
     for norm in _root_mean_square_norms(layer):
         if norm.numel == first.inputs:
-            yield norm.numel * (norm.trainable + _raised(itemsize)) * between
+            yield 0 if compiled else norm.numel * (norm.trainable + _raised(itemsize)) * between
         else:
             own = next(of_heads, layer.attention_width / tp)
-            yield own * (norm.trainable + _raised(itemsize)) + layer.attention_width / tp
+            yield own if compiled else own * (norm.trainable + _raised(itemsize) + 1)
 
 
 def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int) -> float:
-    """Attention's output, which its backward reads, unless the product after it keeps it anyway; of keys and values
-    with fewer heads than queries the copies for these: of both, but where a norm precedes keys (see above); and what of
-    a head that ranks share the others have made of both."""
+    """Attention's output, which its backward reads, unless the product after it keeps it anyway; and what of a head of
+    keys and values that ranks share the others have made. A kernel reads each of these heads for several of queries:
+    transformers makes no copies where there is no mask (`transformers.integrations.sdpa_attention`)."""
     width, groups = layer.attention_width, _distinct(products)
     if not width:
         return 0.0
     split = tp if layer.splits_attention else 1
     output = 0 if any(w.inputs == width and w is not products[0] for w in groups) else width
-    keys = layer.keys_on(split)
-    copies = max(width / split - keys, 0.0) if keys else 0.0
-    normed = any(norm.numel != products[0].inputs for norm in _root_mean_square_norms(layer))
-    others = 2 * (keys - layer.key_width / split)
-    return (output + layer.attention_copies * width) / split + copies * (1 if normed else 2) + others
+    others = 2 * (layer.keys_on(split) - layer.key_width / split)
+    return (output + layer.attention_copies * width) / split + others
+
+
+def _first_part(products: list[WeightShape]) -> list[WeightShape]:
+    """The products that one part of a layer makes, its attention if it has one."""
+    return [w for w in products if _part(w) == _part(products[0])]
+
+
+def _part(weight: WeightShape) -> str:
+    return weight.name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
@@ -162,8 +185,7 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     kept: list[WeightShape] = []
     previous: tuple[str, int, int | None] | None = None
     for weight in products:
-        parent = weight.name.rpartition(".")[0].rpartition(".")[0]
-        reads = parent, weight.inputs, weight.tp_dim
+        reads = _part(weight), weight.inputs, weight.tp_dim
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None
@@ -203,11 +225,13 @@ def backward_bytes(
     upstream: bool,
     tp: int = 1,
     recompute: bool = False,
+    sequence_parallel: bool = False,
     autocast: bool = False,
+    compiled: bool = False,
     saved: Collection[str] = (),
 ) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
-    is added to the sum, and what is computed again. Arguments as of `activation_bytes`."""
+    is added to the sum, what is gathered again, and what is computed again. Arguments as of `activation_bytes`."""
     if not (upstream or layer.trainable):
         return 0
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
@@ -218,28 +242,49 @@ def backward_bytes(
     if layer.on_targets:  # of the logarithms of probabilities and of the logits
         return held + round(2 * work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp))
     held += _in_flight(layer, work, itemsize, tp)
+    gathered = gathered_inputs(layer, autocast=autocast) if sequence_parallel else []
     if recompute:
         flags: dict[str, Any] = {"upstream": upstream, "tp": tp, "autocast": autocast, "saved": saved}
+        flags |= {"sequence_parallel": sequence_parallel, "compiled": compiled}
         again, kept = (activation_bytes(layer, work, itemsize, recompute=flag, **flags) for flag in (False, True))
-        held += max(again - kept, 0)
-    return held
+        # autograd keeps what was gathered until the backward of the block, which follows
+        again += round(itemsize * layer.rows(work) * (1 - 1 / tp) * sum(gathered))
+        return held + max(again - kept, 0)
+    return held + itemsize * layer.rows(work) * max(gathered, default=0)
 
 
-def split_bytes(layer: LayerShape, work: Work, itemsize: int, *, upstream: bool, tp: int = 1) -> int:
+def split_bytes(
+    layer: LayerShape,
+    work: Work,
+    itemsize: int,
+    *,
+    upstream: bool,
+    tp: int = 1,
+    recompute: bool = False,
+    sequence_parallel: bool = False,
+    autocast: bool = False,
+) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
-    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`)."""
+    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
+    again what goes into it, weights that autocast has cast included, and what was gathered again. Arguments as of
+    `activation_bytes`."""
     if not upstream:
         return 0
     rows = layer.rows(work)
     products = _products(layer)
     kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
+    again = recompute and len(products) > 1
+    casts = sum(tensor_parallel_elements(w, tp) for w in products if w.trainable) if autocast and again else 0
+    kept += sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products)) if again else 0
+    raised = max(itemsize, 4) / itemsize if autocast else 1
+    kept += sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
     heads = itertools.chain((layer.attention_width / tp, layer.keys_on(tp)), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
             continue
         over_heads = len(weight.shape) == 1 and products and weight.numel != products[0].inputs
-        kept += next(heads) if over_heads else weight.shape[-1]
-    return round(itemsize * rows * kept)
+        kept += raised * (1 + again) * (next(heads) if over_heads else weight.shape[-1])
+    return round(itemsize * (rows * kept + casts))
 
 
 def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:

@@ -90,15 +90,24 @@ class TensorParallelTime:
 
 
 def tensor_parallel_time(
-    layer: LayerShape, work: Work, ranks: Sequence[int], machine: Machine, *, itemsize: int, upstream: bool
+    layer: LayerShape,
+    work: Work,
+    ranks: Sequence[int],
+    machine: Machine,
+    *,
+    itemsize: int,
+    upstream: bool,
+    again: Sequence[int] = (),
+    sequence_parallel: bool = False,
 ) -> TensorParallelTime:
-    """Of one layer on the tensor parallel `ranks`.
+    """Of one layer on the tensor parallel `ranks`; `again`: widths of rows that the backward gathers once more.
 
     Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
     A layer with none but the latter (the first linear of an MLP) has only that; a head gathers its logits, or
     sends three numbers of each target where ranks keep shares of them. Ranks that share a key head put the parts of its
-    key and value together, and sum their gradients.
+    key and value together, and sum their gradients. An attention that is not split gathers its rows under sequence
+    parallelism.
     """
     if len(ranks) < 2:
         return TensorParallelTime()
@@ -110,7 +119,10 @@ def tensor_parallel_time(
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
         if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
-        return TensorParallelTime(each, each if needed else 0.0)
+        if sequence_parallel and layer.attention_width and not layer.splits_attention:
+            each += all_gather(itemsize * rows * sums[0], ranks, machine)
+        back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
+        return TensorParallelTime(each, back if needed else 0.0)
     forward = backward = 0.0
     if products:
         if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target

@@ -35,6 +35,8 @@ class ModuleOptions:
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
         compute_copies: whether the module, where FSDP does not shard it, computes with copies of its parameters in
             `compute_dtype`, and not under torch.autocast. Frozen parameters are in that dtype themselves.
+        reduce_dtype: in which FSDP adds up gradients, where it keeps them whole, and sums them over ranks; None is
+            `parameter_dtype`.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
         cpu_offload: of modules with a `dp_shard` axis: whether shards, gradients and optimizer state live on the CPU.
         compile_backend: of torch.compile, for each block; None does not compile.
@@ -46,6 +48,7 @@ class ModuleOptions:
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
     compute_copies: bool = False
+    reduce_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
     cpu_offload: bool = False
     compile_backend: str | None = None
@@ -54,6 +57,11 @@ class ModuleOptions:
     def row_dtype(self) -> torch.dtype:
         """In what the module computes, and in what its rows and their gradients travel."""
         return self.compute_dtype or self.parameter_dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In what FSDP sums gradients."""
+        return self.reduce_dtype or self.parameter_dtype
 
     @property
     def whole_in_step(self) -> bool:
@@ -82,7 +90,7 @@ class Activation:
         features: its width.
         padded: the rows are all tokens of the lane's samples, padded to the longest of them (at least one token).
             Otherwise they are counted from the rows that the module emits:
-        per_row: rows for each of those, and
+        per_row: rows for each of those, or for each `of_rows` of them, and
         per_item: rows more for each media item (a class token).
     """
 
@@ -90,6 +98,7 @@ class Activation:
     padded: bool = False
     per_row: int = 1
     per_item: int = 0
+    of_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -170,7 +179,7 @@ class ModuleSpec:
             return max(1, sum(sample.tokens for sample in samples) if self.packed else len(samples) * longest)
         emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
         items = sum(sample.num_items(self.media or "") for sample in samples)
-        return self.activation.per_row * emitted + self.activation.per_item * items
+        return self.activation.per_row * emitted // self.activation.of_rows + self.activation.per_item * items
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:
@@ -188,6 +197,11 @@ class ModuleSpec:
         gather their parameters from each other then, and not once per step."""
         shards = 1 if self.options.whole_in_step else self.mesh.axis_size("dp_shard")
         return shards * self.mesh.axis_size("ep")
+
+    @property
+    def gathered_in_microbatches(self) -> bool:
+        """Whether FSDP gathers its parameters and sums their gradients in every microbatch, and not once per step."""
+        return dense_mesh(self.mesh).axis_size("dp_shard") > 1 and not self.options.whole_in_step
 
     def lane_of(self, rank: int) -> int | None:
         """The lane that `rank` belongs to, or None if it is not a member."""

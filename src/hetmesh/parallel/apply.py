@@ -158,6 +158,8 @@ def parallelize(
     options: ModuleOptions = DEFAULT,
     runs: Sequence[Sequence[str]] | None = None,
     token_sharded: Sequence[str] = (),
+    token_gathered: Sequence[str] = (),
+    splits_tokens: bool = False,
     head: str = "",
     experts: ExpertLayers | None = None,
     dense: DeviceMesh | None = None,
@@ -172,6 +174,7 @@ def parallelize(
         options: how it runs; its parameters keep the dtype that they have.
         runs: the layers of each pipeline stage that this rank holds, in order; None: all layers as one stage.
         token_sharded: of sequence parallelism: FQNs of the submodules that work on a share of the tokens.
+        token_gathered, splits_tokens: beside them (`Abilities` of an adapter).
         head: FQN of the layer that makes logits, if they may stay shares of the vocabulary where `tp` splits it.
         experts: the module's mixture-of-experts blocks, if it has any.
         dense: the handle of `graph.dense_mesh(spec)`, on which all other parameters lie; None: `device_mesh`, which is
@@ -198,7 +201,8 @@ def parallelize(
     if experts is not None:
         apply_expert_parallel(module, experts, device_mesh)
     if spec.axis_size("tp") > 1 and options.sequence_parallel:
-        over_tokens = apply_sequence_parallel(module, dense["tp"], shared)
+        splitting = () if splits_tokens else runs or [adapter.layers()]
+        over_tokens = apply_sequence_parallel(module, dense["tp"], shared, token_gathered, splitting)
         partial = tuple(dict.fromkeys((*partial, *over_tokens)))
     tied = shared_parameters(module)
     if runs is not None:

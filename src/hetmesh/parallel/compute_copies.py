@@ -36,8 +36,8 @@ class ComputeCopies:
             self._enter()
 
     @contextmanager
-    def action(self) -> Iterator[None]:
-        """The body is the next of them."""
+    def action(self, weights: bool = False) -> Iterator[None]:
+        """The body is the next of them, all alike."""
         self.left -= 1
         yield
         if not self.left:

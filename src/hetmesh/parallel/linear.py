@@ -178,9 +178,10 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def leave(partial: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group of each rank's `partial`, in place; the gradient, the same on every rank, passes through.
 
-    `partial` must be contiguous and not needed by the backward of what made it (a linear's output is neither).
+    `partial` must be contiguous and not needed by the backward of what made it (a linear's output is neither). What a
+    compiled function returns may be a view, which autograd does not let others change.
     """
-    return _Leave.apply(partial, group)
+    return _Leave.apply(partial.clone() if partial._is_view() else partial, group)
 
 
 @not_compiled

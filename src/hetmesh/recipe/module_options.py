@@ -34,6 +34,7 @@ def module_options(recipe: Recipe, name: str) -> ModuleOptions:
         parameter_dtype=DTYPES["float32" if halves else training.dtype],
         compute_dtype=DTYPES["bfloat16"] if halves or computes == "bfloat16" else None,
         compute_copies=halves,
+        reduce_dtype=DTYPES["bfloat16"] if training.mixed_precision_reduce == "bfloat16" else None,
         sequence_parallel=splits_tokens(recipe, name),
         cpu_offload=training.enable_cpu_offload,
         compile_backend=recipe.compile.backend

@@ -220,7 +220,7 @@ class Training(Section):
     # of parameters, gradients and optimizer state; bfloat16: parameters, of which the optimizer has fp32 copies
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it
-    mixed_precision_reduce: Literal["float32"] = "float32"  # gradients and losses are summed in it
+    mixed_precision_reduce: ComputeDtype = "float32"  # in what FSDP sums gradients; all else is summed in float32
     enable_cpu_offload: bool = False  # the shards of FSDP modules, their gradients and optimizer state
 
 

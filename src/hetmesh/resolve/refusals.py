@@ -124,8 +124,14 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
             refusals.add(
                 f"{table}.mixed_precision_param = {given!r} needs training.dtype = 'float32', got {training.dtype!r}"
             )
-    meshes = recipe.wiring.meshes.values()
-    if training.enable_cpu_offload and all(dense_mesh(mesh).axis_size("dp_shard") == 1 for mesh in meshes):
+    sharded = [n for n, mesh in recipe.wiring.meshes.items() if dense_mesh(mesh).axis_size("dp_shard") > 1]
+    computes = {recipe.modules[name].mixed_precision_param or training.mixed_precision_param for name in sharded}
+    if training.mixed_precision_reduce == "bfloat16" and "bfloat16" not in computes:
+        refusals.add(
+            "training.mixed_precision_reduce = 'bfloat16': it is for gradients of modules with a "
+            "data_parallel_shard_degree above 1 and mixed_precision_param = 'bfloat16', but no module has both"
+        )
+    if training.enable_cpu_offload and not sharded:
         refusals.add(
             "training.enable_cpu_offload: it moves the shards of modules with a data_parallel_shard_degree above 1 to "
             "the CPU, but no module has one"

@@ -17,6 +17,7 @@ from hetmesh.boundary import Exchange, Label
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel import local_part
+from hetmesh.parallel.activation_checkpoint import backward_in_two_parts
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
@@ -87,7 +88,7 @@ class StepRunner:
             (self._send if action.kind is Kind.SEND else self._receive)(action.route)
             return
         whole = self.runtime.whole.get(target)
-        with nullcontext() if whole is None else whole.action():
+        with nullcontext() if whole is None else whole.action(action.kind is Kind.BACKWARD_WEIGHT):
             if action.kind is Kind.FORWARD:
                 self._forward(target, m)
             elif action.kind is Kind.BACKWARD:
@@ -104,7 +105,8 @@ class StepRunner:
 
         def compute() -> Outputs:
             # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
-            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._offloading(stage):
+            needed, split = schedule.training and stage in stages.backward_stages, stage in schedule.split
+            with torch.set_grad_enabled(needed), self._offloading(stage), backward_in_two_parts(split):
                 return self._run(stage, m, batch, inputs)
 
         if stage in schedule.recompute and schedule.training:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
-from hetmesh.cost.activations import backward_bytes, forward_bytes, split_bytes
+from hetmesh.cost.activations import backward_bytes, forward_bytes, gathered_inputs, split_bytes
 from hetmesh.cost.collective_time import tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.cost.shapes import expert_share
@@ -22,10 +22,10 @@ from hetmesh.errors import HetmeshError
 
 PARTS = (
     *("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward"),
-    *("kept", "kept_by_split", "forward_bytes", "backward_bytes"),
+    *("kept", "kept_by_split", "forward_bytes", "backward_bytes", "input_bytes"),
 )
 """Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums and the exchange between experts,
-and bytes of activations; the last two are of a moment, of which a stage has the largest and not the sum."""
+and bytes of activations; the last three are of a moment, of which a stage has the largest and not the sum."""
 
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
@@ -45,6 +45,7 @@ class How:
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
         experts: the ranks that share its experts, and exchange tokens.
+        compiled: whether torch.compile fuses what lies between its products.
     """
 
     dtype: str
@@ -55,6 +56,7 @@ class How:
     sequence_parallel: bool = False
     autocast: bool = False
     experts: tuple[int, ...] = ()
+    compiled: bool = False
     saved: frozenset[str] = frozenset()
 
 
@@ -98,16 +100,21 @@ class LayerCosts:
         exchange = exchange_time(layer, work, how.experts, self.machine, **links)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work, tp)
+        again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
+        links |= {"sequence_parallel": how.sequence_parallel, "again": again}
         sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
-        flags: dict[str, Any] = {"upstream": how.upstream, "recompute": how.recompute}
-        flags |= {"tp": tp, "autocast": how.autocast}
-        kept = activation_bytes(*size, sequence_parallel=how.sequence_parallel, saved=how.saved, **flags)
-        split = split_bytes(*size, upstream=how.upstream, tp=tp)
-        transient = forward_bytes(*size, **flags), backward_bytes(*size, saved=how.saved, **flags)
+        flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
+        flags |= {"recompute": how.recompute}
+        forward = forward_bytes(*size, **flags)
+        flags |= {"sequence_parallel": how.sequence_parallel}
+        split = split_bytes(*size, **flags)
+        flags |= {"saved": how.saved, "compiled": how.compiled}
+        kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, *transient])
+        sizes = kept, split, forward, backward, backward - split
+        return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

@@ -22,7 +22,7 @@ from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
-_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, _MOMENT, _MOMENT_BACK = range(len(PARTS))
+_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS = range(len(PARTS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class StageCosts:
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-        parts[:, [_MOMENT, _MOMENT_BACK]] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
+        parts[:, _MOMENTS] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -141,7 +141,7 @@ class StageCosts:
 
     def _cost(self, parts: np.ndarray, most: np.ndarray, *, first: bool) -> StageCost:
         """From the parts of the rank that takes longest, and bytes of the rank that holds most."""
-        values, (kept, split, moment, moment_back) = parts.tolist(), map(round, most.tolist())
+        values, (kept, split, moment, moment_back, moment_input) = parts.tolist(), map(round, most.tolist())
         ahead = values[_SUMS] + (0.0 if first or self.options.whole_in_step else self.gather)
         forward = values[_FORWARD] + ahead
         if not self.backward:
@@ -153,9 +153,8 @@ class StageCosts:
         weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
         # whole gradients of a block are all there when what it kept is gone
         bytes_back = max(moment_back, self._scattering) + self._gathering
-        return StageCost(
-            forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, split if self.fed else 0
-        )
+        of_parts = (split, moment_input) if self.fed else (0, 0)
+        return StageCost(forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, *of_parts)
 
     def parts(self, ranks: Sequence[RankWork], cost: StageCost) -> StageParts:
         """What the actions of one microbatch consist of on the rank that takes longest.
@@ -195,6 +194,7 @@ class StageCosts:
             self.options.sequence_parallel and len(group) > 1,
             dtype != self.options.parameter_dtype and self._size("dp_shard") == 1 and not self.options.compute_copies,
             self._experts_group("ep"),
+            self.options.compile_backend == "inductor" and block,
             saved,
         )
 
@@ -207,10 +207,11 @@ class StageCosts:
 
     @cached_property
     def _moments(self) -> np.ndarray:
-        """float64 [4, 2, kinds of layers]: coefficients of what each holds for a moment, forward and backward."""
+        """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
+        input's part of a backward beyond what is left of that."""
         different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
-        each = [self.module.layers.of(kind, how)[:, [_MOMENT, _MOMENT_BACK]] for kind, how in different]
-        return np.stack(each, axis=-1) if each else np.zeros((4, 2, 0))
+        each = [self.module.layers.of(kind, how)[:, _MOMENTS] for kind, how in different]
+        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0))
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.
@@ -291,14 +292,14 @@ class StageCosts:
     @cached_property
     def _scattering(self) -> int:
         """Bytes of whole gradients of a block that are being summed to shards."""
-        return self._largest_block * self.options.parameter_dtype.itemsize
+        return self._largest_block * self.options.sum_dtype.itemsize
 
     @cached_property
     def _scattered(self) -> int:
         """What FSDP sums of the root at the end of a backward: whole gradients as the backward left them, these copied
         into one message in the dtype in which they are summed, and what comes of that. The first are gone when the last
         is made."""
-        root, itemsize = self._gathered_together.get("", 0), self.options.parameter_dtype.itemsize
+        root, itemsize = self._gathered_together.get("", 0), self.options.sum_dtype.itemsize
         if not self.contents.trained:
             return 0
         shard = -(-root // self._size("dp_shard"))
@@ -327,7 +328,7 @@ class StageCosts:
         if not self.backward:
             return StageBytes(gathered=kept_bytes * whole, gathering=self._gathering, whole=whole)
         adding = self.contents.trained + self.contents.experts_trained if whole else 0
-        added = adding * self.options.parameter_dtype.itemsize
+        added = adding * self.options.sum_dtype.itemsize
         return StageBytes(gradients, kept_bytes, gradients * replicas, self._gathering, self._scattered, whole, added)
 
     @cached_property
@@ -338,10 +339,11 @@ class StageCosts:
         return dense[0] + experts[0], dense[1] + experts[1], dense[2] + experts[2]
 
     def _sums_of(self, elements: int, group: Callable[[str], tuple[int, ...]]) -> tuple[float, float, float]:
-        itemsize = self.options.parameter_dtype.itemsize
         shards, replicas, context = (group(axis) for axis in ("dp_shard", "dp_replicate", "cp"))
+        itemsize = (self.options.sum_dtype if shards else self.options.parameter_dtype).itemsize
         scatter, reduce = gradient_sum_time(elements, itemsize, shards, replicas, self.machine)
-        return scatter, reduce, all_reduce(elements * itemsize / max(len(shards), 1), context, self.machine)
+        shard = elements * self.options.parameter_dtype.itemsize / max(len(shards), 1)
+        return scatter, reduce, all_reduce(shard, context, self.machine)
 
     @property
     def _scatter(self) -> float:

@@ -105,6 +105,8 @@ class Job:
                 graph[name].options,
                 runs,
                 abilities.token_sharded,
+                abilities.token_gathered,
+                abilities.splits_tokens,
                 abilities.head if loss is None else "",  # a loss of one's own gets whole logits
                 abilities.experts,
                 dense,

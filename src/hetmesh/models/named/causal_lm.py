@@ -86,6 +86,7 @@ class CausalLMAdapter(AdapterDefaults):
         return Abilities(
             activation=Activation(self.config.hidden_size, padded=True),
             token_sharded=self._token_sharded,
+            splits_tokens=True,
             use_packed=self.use_packed,
             attention_dropout=self.config.attention_dropout or 0.0,
             stored_forms=self.stored_forms,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -25,6 +25,7 @@ class ClipAdapter(ImageTowerAdapter):
             (LLaVA's choice). Later blocks are not built.
     """
 
+    token_sharded: ClassVar = ("pre_layrnorm", "encoder.layers")
     class_token: bool = False
     feature_layer: int = -1
 

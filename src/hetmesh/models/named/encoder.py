@@ -39,6 +39,7 @@ class EncoderAdapter(AdapterDefaults):
     media: str
     in_features: None = None
     checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
+    token_sharded: ClassVar[tuple[str, ...]] = ()
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
@@ -73,6 +74,7 @@ class EncoderAdapter(AdapterDefaults):
         return Abilities(
             activation=self.activation,
             first_layers=self.first_layers,
+            token_sharded=self.token_sharded,
             attention_dropout=self.config.attention_dropout or 0.0,
         )
 

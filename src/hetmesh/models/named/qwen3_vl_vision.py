@@ -88,6 +88,8 @@ class Qwen3VLVisionAdapter(AdapterDefaults):
     @property
     def abilities(self) -> Abilities:
         return Abilities(
+            token_sharded=("blocks",),
+            token_gathered=("blocks.*.attn",),
             use_packed=self.use_packed,
             tokens_per_row=self.tokens_per_row,
             on_rows=(*self._mergers, "merger"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError
@@ -12,6 +14,8 @@ from hetmesh.models.named.encoder import ImageTowerAdapter, check_encoder, check
 
 class SiglipAdapter(ImageTowerAdapter):
     """SigLIP over square images of one size; one row per patch. `vision_use_head` is off in its config."""
+
+    token_sharded: ClassVar = ("encoder.layers", "post_layernorm")
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:

@@ -44,6 +44,7 @@ class WhisperAdapter(EncoderAdapter):
     """
 
     checkpoint_names: ClassVar = prefixes("", "encoder.", "model.encoder.")
+    token_sharded: ClassVar = ("layers", "layer_norm")
 
     @classmethod
     def make(cls, request: AdapterRequest) -> WhisperAdapter:

@@ -72,6 +72,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
+            splits_tokens=True,
             use_packed=None if "use_packed" in reasons else self.use_packed,
             layer_of_output=self.layer_of_output if takes_features else None,
             position_ids=partial(rope_positions, self.whole) if positions else None,

@@ -57,7 +57,6 @@ class UserAdapter(AdapterDefaults):
         return self.sizes
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        install_token_shares(module, self)
         (rows,) = inputs.values()
         per_row = self.abilities.activation.per_row if self.abilities.activation and PREVIOUS in inputs else 1
         n = len(rows) // per_row
@@ -115,7 +114,6 @@ class UserEncoder(UserAdapter):
         return collate_media(samples, metas, self.media, self.media_shape)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        install_token_shares(module, self)
         between = self.abilities.activation
         if PREVIOUS in inputs and between is not None:
             shape: tuple[int, ...] = (between.per_row * self.rows_per_item + between.per_item, between.features)
@@ -176,7 +174,6 @@ class UserSink(UserAdapter):
         return collate_tokens(samples, metas, sources=self.sources, **how)
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        install_token_shares(module, self)
         ids, changed = batch["input_ids"], dict(batch)
         if ids.numel() == 0:  # no forward ever sees an empty tensor: one token that predicts nothing
             positions = batch["position_ids"]
@@ -208,25 +205,6 @@ def as_parameters(module: nn.Module, media: Tensor) -> Tensor:
 def sharded_layers(layers: tuple[str, ...], prefixes: tuple[str, ...]) -> tuple[str, ...]:
     """The layers that work on shares of the tokens."""
     return tuple(layer for layer in layers if within(layer, *prefixes))
-
-
-def install_token_shares(module: nn.Module, adapter: UserAdapter) -> None:
-    """Make `module` split its tokens before the first of its sharded layers and join them after the last, if it has
-    sequence parallelism. Does so once per module."""
-    tokens: Any = tokens_of(module)
-    if not isinstance(tokens, ShardedTokens) or tokens.by_hooks:
-        return
-    tokens.by_hooks = True
-    inside = sharded_layers(adapter.layers(), adapter.abilities.token_sharded)
-
-    def share(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tokens.split_lane(arguments[0]), *arguments[1:]
-
-    def join(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-        return tokens.join(output)
-
-    module.get_submodule(inside[0]).register_forward_pre_hook(share)
-    module.get_submodule(inside[-1]).register_forward_hook(join)
 
 
 def rows_of_lane(
