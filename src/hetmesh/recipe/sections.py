@@ -255,8 +255,8 @@ class ParamGroup(Section):
 class Optimizer(NamesCode):
     """`[optimizer]`: a class of torch.optim, or any other subclass of torch.optim.Optimizer, and its arguments.
 
-    `options` are keyword arguments of a class that is named by its module. It gets `lr`, and `weight_decay` if it takes
-    that; beta1, beta2, eps and implementation are of AdamW, Adam and SGD.
+    `options` are its further keyword arguments. A class that is named by its module gets `lr`, and `weight_decay` if it
+    takes that; beta1, beta2, eps and implementation are of AdamW, Adam and SGD.
     """
 
     name: OptimizerName = "AdamW"  # "AdamW", "Adam", "SGD" or "package.module:Class"
