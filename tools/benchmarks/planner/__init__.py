@@ -3,8 +3,9 @@
     python tools/bench.py planner                     # table A2 of arXiv 2605.27678, 21 rows
     python tools/bench.py planner --rows FILE.csv     # another table with the same columns
 
-Both layouts of every row are predicted by the predictor that decides in `hetmesh plan`, with the machine file as it is
-and shapes of models chosen by size (`architectures.py`): no constant knows these rows. Beside them are two predictors
+Both layouts of every row are predicted by the predictor that decides in `hetmesh plan`, with the machine file as it is,
+shapes of models chosen by size (`architectures.py`), and settings that are those of the measured framework as far as
+they are published (`row_predictions.OPTIONS`): no constant knows these rows. Beside them are two predictors
 that know next to nothing and are fitted on the rows, what the same predictions would be at one factor fitted on them,
 and the layout that the planner would have taken.
 
@@ -31,14 +32,18 @@ from benchmarks.planner.agreement import (
 )
 from benchmarks.planner.architectures import decoder, described, encoder
 from benchmarks.planner.further_predictions import crossover, long_context
+from benchmarks.planner.megatron_bytes import megatron_bytes
+from benchmarks.planner.peaks import memory_remarks, other_predictions, peak_agreement
 from benchmarks.planner.published_rows import REFERENCE, Row, read_rows
-from benchmarks.planner.row_predictions import Predicted, predict_row, row_problem
+from benchmarks.planner.row_predictions import RECOMPUTED, Predicted, predict_row, row_problem
 from benchmarks.planner.search_seconds import BATCHES, search_seconds
+from benchmarks.planner.sharded_state import sharded_state
 from benchmarks.planner.unexplained import OF_ALL_ROWS, unexplained
 from hetmesh.cost import MACHINES, load_machine
 from hetmesh.planner import search
 from hetmesh.planner.predict import batch_flops
 
+LAYOUTS = "homogeneous", "second"
 JUDGES = ("src/hetmesh/cost", "src/hetmesh/schedule", "src/hetmesh/simulate", "src/hetmesh/planner")
 """What an output of it judges (`kept.py`)."""
 
@@ -54,8 +59,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Predict all rows, then search."""
     rows = read_rows(args.rows)
     found = [predict_row(row, args.machine) for row in rows]
-    result = {"table": args.rows.name, "machine": args.machine} | _agreement(rows, found)
     machine = load_machine(args.machine)
+    result = {"table": args.rows.name, "machine": args.machine} | _agreement(rows, found, machine.memory_bytes)
+    result["memory"] = other_predictions(rows, args.machine)
     result["constants"] = {
         key: getattr(machine, key)
         for key in ("efficiency", "memory_bandwidth", "node_bandwidth", "network_bandwidth", "operation_overhead")
@@ -68,26 +74,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         seconds = {ranks: search_seconds(ranks) for ranks in BATCHES}
         result |= {f"search_s_{ranks}": each["search_s"] for ranks, each in seconds.items()}
         result["searches"] = list(seconds.values())
+        result["sharded_state"] = sharded_state()
+        result["zero1_step_over_replicas"] = result["sharded_state"]["step_over_replicas"]
         result["long_context"] = long_context(args.machine)
         result["crossover_120B"] = crossover(args.machine)
     return result
 
 
-def _agreement(rows: list[Row], found: list[tuple[Predicted, Predicted]]) -> dict[str, Any]:
+def _agreement(rows: list[Row], found: list[tuple[Predicted, Predicted]], limit: int) -> dict[str, Any]:
     published = [step for row in rows for step in row.steps]
     steps = [each.step_s for pair in found for each in pair]
     gains = [_gain(row, a.step_s, b.step_s) for row, (a, b) in zip(rows, found, strict=True)]
-    peaks = [
-        (getattr(each, kind), peak)
-        for kind in ("peak_bytes",)
-        for row, pair in zip(rows, found, strict=True)
-        for each, peak in zip(pair, row.peaks, strict=True)
-        if peak is not None
-    ]
     flops = [sum(batch_flops(row_problem(row)).values()) for row in rows]
     plain = trivial(flops, [row.steps for row in rows], [row.gpus for row in rows], [row.gain for row in rows])
     error, factor = mean_error(steps, published), best_factor(steps, published)
     remarks = unexplained(rows, gains)
+    memory = peak_agreement(rows, [[each.memory.total for each in pair] for pair in found], limit)
     wanted = [row.gain for row in rows]
     return {
         "mean_step_error": error,
@@ -97,7 +99,7 @@ def _agreement(rows: list[Row], found: list[tuple[Predicted, Predicted]]) -> dic
         "gain_sign_accuracy": sign_accuracy(gains, wanted),
         "gain_correlation": correlation(gains, wanted),
         "gain_rank_correlation": rank_correlation(gains, wanted),
-        "peak_memory_error": mean_error([a for a, _ in peaks], [b for _, b in peaks]) if peaks else None,
+        **memory,
         "trivial": plain,
         "one_factor_fitted": {
             "factor": factor,
@@ -120,11 +122,14 @@ def _row(row: Row, pair: tuple[Predicted, Predicted], gain: float, remarks: list
             "published_s": row.steps[i],
             "predicted_s": each.step_s,
             "published_peak_bytes": row.peaks[i],
-            "predicted_peak_bytes": each.peak_bytes,
-            "peak_bytes_in_hetmesh": each.own_peak_bytes,
+            "predicted_peak_bytes": each.memory.total,
+            "peak_of": {name: size for name, size in each.memory.parts.items() if size},
+            "at": each.memory.at,
+            "megatron_bytes": megatron_bytes(row, i, row.encoder > RECOMPUTED),
+            "memory_remarks": memory_remarks(row, i, each.memory.total),
             "mean_rank_s": dict(each.parts),
         }
-        for i, (name, each) in enumerate(zip(("homogeneous", "second"), pair, strict=True))
+        for i, (name, each) in enumerate(zip(LAYOUTS, pair, strict=True))
     }
     sizes = {"model": row.model, "vision_percent": 100 * row.vision, "gpus": row.gpus[0]}
     return {**sizes, "published_gain": row.gain, "predicted_gain": gain, **layouts, "not_known": remarks}
@@ -157,6 +162,7 @@ def table(result: dict[str, Any]) -> str:
         if best := row.get("own_best"):
             lines.append(f"  own best: {best['step_s']:.2f} s, {best['layout']}")
         lines += [f"  not known: {each}" for each in row["not_known"]]
+        lines += [f"  memory, {name}: {each}" for name in LAYOUTS for each in row[name]["memory_remarks"]]
     plain, fitted = result["trivial"], result["one_factor_fitted"]
     lines += [
         "",
@@ -166,12 +172,21 @@ def table(result: dict[str, Any]) -> str:
         f"{plain['gain_error_points']:.1f}), right side of zero {result['gain_sign_accuracy']:.2f} "
         f"({plain['gain_sign_accuracy']:.2f})",
         f"rank correlation of steps {_number(result['rank_correlation'])}, of gains "
-        f"{_number(result['gain_rank_correlation'])}; peak memory off by {_number(result['peak_memory_error'])}",
+        f"{_number(result['gain_rank_correlation'])}; peak memory off by {_number(result['peak_memory_error'])}, "
+        f"{_number(result['fits_80gb_share'])} of the layouts within the machine's",
+        "otherwise: " + "; ".join(_said(name, each) for name, each in result["memory"].items()),
     ]
     for each in result.get("searches", ()):
         lines.append(
             f"search of {each['recipe']} on {each['ranks']} ranks: {each['search_s']:.1f} s, "
             f"{each['considered']} layouts"
+        )
+    if state := result.get("sharded_state"):
+        steps, peaks = state["step_s"], state["peak_bytes"]
+        lines.append(
+            f"ZeRO-1 over the replicas of {state['recipe']}: {state['step_over_replicas']:.3f} of the step without, "
+            f"{steps['zero1']:.3f} against {steps['replicas']:.3f} s; {peaks['zero1'] / 1e9:.0f} against "
+            f"{peaks['replicas'] / 1e9:.0f} GB"
         )
     for each in result.get("long_context", ()):
         gains = ", ".join(f"{name}: {gain:+.1f}%" for name, gain in each["gain_percent"].items())
@@ -181,6 +196,10 @@ def table(result: dict[str, Any]) -> str:
             f"disjoint ahead from {result['crossover_120B']['disjoint_ahead_from_billions']}B with an LLM of 120B"
         )
     return "\n".join(lines)
+
+
+def _said(name: str, figures: dict[str, Any]) -> str:
+    return f"{name} off by {_number(figures['peak_memory_error'])}, {_number(figures['fits_80gb_share'])} within"
 
 
 def _number(value: float | None) -> str:

@@ -60,7 +60,8 @@ class Decoder:
         """Embedding, blocks, final norm, head."""
         table = self.vocabulary, self.width
         embedding = LayerShape("embed", (WeightShape("embed.weight", table, 0, tp_dim=0),))
-        head = LayerShape("head", (WeightShape("head.weight", table, 1, tp_dim=0),), on_targets=True)
+        head = (WeightShape("head.weight", table, 1, tp_dim=0),)
+        head = LayerShape("head", head, on_targets=True, shares_logits=True)
         blocks = [self._block(f"layers.{i}") for i in range(self.layers)]
         norm = LayerShape("norm", (WeightShape("norm.weight", (self.width,)),))
         return ModuleShape("llm", (embedding, *blocks, norm, head))

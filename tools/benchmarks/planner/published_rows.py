@@ -42,12 +42,13 @@ class Layout:
     llm: tuple[int, int, int, int]
 
     def plans(self, disjoint: bool, recompute: bool) -> dict[str, ModulePlan]:
-        """On ranks from 0 on: the LLM on the same ones, or behind the encoder."""
+        """On ranks from 0 on: the LLM on the same ones, or behind the encoder. Optimizer state is sharded over the
+        replicas, while parameters and gradients are whole during a step (ZeRO-1, Megatron's distributed optimizer)."""
         first = math.prod(self.encoder) if disjoint else 0
         (tp, cp, pp, dp), (own_tp, own_cp, own_pp, own_dp) = self.encoder, self.llm
         checkpoint = "full" if recompute else "none"
-        vision = ModulePlan((0, math.prod(self.encoder)), (pp, dp, 1, cp, tp), checkpoint)
-        llm = ModulePlan((first, first + math.prod(self.llm)), (own_pp, own_dp, 1, own_cp, own_tp))
+        vision = ModulePlan((0, math.prod(self.encoder)), (pp, 1, dp, cp, tp), checkpoint, reshard="never")
+        llm = ModulePlan((first, first + math.prod(self.llm)), (own_pp, 1, own_dp, own_cp, own_tp), reshard="never")
         return {"vision": vision, "llm": llm}
 
 

@@ -11,23 +11,30 @@ import torch
 from benchmarks.planner.architectures import decoder, encoder, projector
 from benchmarks.planner.published_rows import Row
 from hetmesh.balance import BalanceOptions
-from hetmesh.cost import StepCosts, load_machine, module_memory
+from hetmesh.cost import load_machine
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, MetaArrays, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
-from hetmesh.planner import LayoutPlan, ModuleFacts, Predictor, Problem, laid_out
-from hetmesh.schedule import Schedule
-from hetmesh.simulate import Timeline, simulate
+from hetmesh.planner import LayoutPlan, ModuleFacts, Predictor, Problem
+from hetmesh.simulate import RankMemory, Timeline, simulate
 from hetmesh.simulate.timeline import OPTIMIZER, REDUCE
 
 IMAGE = 1024
 """Patches of an image, each of which becomes one token of the LLM, as LLaVA has it."""
 RECOMPUTED = 1.0
 """Billions of parameters above which encoders are recomputed; the LLM never is (section "Evaluation" of the paper)."""
-_STATE = 2 + 4, 12
-"""Bytes per parameter of Megatron-LM's distributed optimizer: bf16 weights and fp32 gradients on every rank; fp32
-weights and both moments, shared over the replicas."""
+OPTIONS = ModuleOptions(
+    compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, sequence_parallel=True, compile_backend="inductor"
+)
+"""What the measured framework does: bf16 weights, gradients that add up in bf16 (`grad_reduce_in_fp32` of Megatron-Core
+is off unless it is asked for; which one they took is not published), optimizer state in fp32 over the replicas, shares
+of the logits, and fused kernels between products, for which torch.compile stands here."""
+VARIANTS = {
+    "gradients in fp32": replace(OPTIONS, reduce_dtype=None),
+    "without torch.compile": replace(OPTIONS, compile_backend=None),
+}
+"""What is not published, the other way round."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +43,21 @@ class Predicted:
 
     Attributes:
         step_s: seconds of a step, or of what the row's `phase` says.
-        peak_bytes: with parameters and optimizer state as the measured framework keeps them.
-        own_peak_bytes: as hetmesh keeps them: all in fp32 on every replica.
+        memory: of the rank that holds most, at its fullest.
         parts: seconds that the mean rank spends computing, and idle by class.
     """
 
     step_s: float
-    peak_bytes: int
-    own_peak_bytes: int
+    memory: RankMemory
     parts: Mapping[str, float]
 
 
-def row_problem(row: Row, machine: str = "h100", ranks: int | None = None) -> Problem:
+def row_problem(row: Row, machine: str = "h100", ranks: int | None = None, options: ModuleOptions = OPTIONS) -> Problem:
     """The model, data and batch of a row on its GPUs. Everything is trained; all positions have a target, since the
-    measured framework computes the logits of all; sequence parallelism is on."""
+    measured framework computes the logits of all."""
     tower, llm = encoder(row.encoder), decoder(row.llm)
     shapes = {"vision": tower.shape(), "projector": projector(tower, llm), "llm": llm.shape()}
     widths = {"vision": tower.width, "projector": llm.width, "llm": 0}
-    options = ModuleOptions(compute_dtype=torch.bfloat16, sequence_parallel=True)
     mesh = MeshSpec((0,), ("dp_replicate",), (1,))
     modules = tuple(
         ModuleSpec(
@@ -128,20 +132,14 @@ def predicted(problem: Problem, plan: LayoutPlan, row: Row) -> Predicted:
     timeline = simulate(*step)
     found = predictor.summary(plan, [timeline])
     seconds = _without_optimizer(timeline) if row.forward_backward else found.step_s
-    return Predicted(seconds, _megatron_peak(problem, plan, *step), found.peak_bytes, found.bubbles)
+    return Predicted(seconds, fullest(predictor, plan), found.bubbles)
+
+
+def fullest(predictor: Predictor, plan: LayoutPlan) -> RankMemory:
+    """What the rank that holds most does."""
+    return max(predictor.memory(plan).values(), key=lambda memory: memory.total)
 
 
 def _without_optimizer(timeline: Timeline) -> float:
     kept = ~((timeline.work.kind == REDUCE) | (timeline.work.kind == OPTIMIZER))
     return float(timeline.work.stop[kept].max())
-
-
-def _megatron_peak(problem: Problem, plan: LayoutPlan, schedule: Schedule, costs: StepCosts) -> int:
-    """The peak of the same step with parameters, gradients and optimizer state as `_STATE` says."""
-    graph, (each, shared), held = laid_out(problem, plan), _STATE, dict.fromkeys(costs.static_bytes, 0)
-    for name in graph.order:
-        replicas = graph[name].mesh.axis_size("dp_replicate")
-        for rank, memory in module_memory(problem.facts[name].shape, graph[name], problem.optimizer).items():
-            if rank in held:
-                held[rank] += round(memory.elements * (each + shared / replicas))
-    return max(simulate(schedule, replace(costs, static_bytes=held, stage_bytes={})).peak_bytes)

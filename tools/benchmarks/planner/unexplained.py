@@ -12,7 +12,8 @@ OF_ALL_ROWS = (
     "what it overlaps: sums of gradients and tensor parallelism's collectives count in full here, as hetmesh runs them",
     "how many microbatches an encoder goes ahead, how the LLM is cut behind an encoder on its first stage, and whether "
     "stages take turns on a rank",
-    "what its fused kernels keep: here products keep whole inputs under sequence parallelism, and logits are gathered",
+    "in which dtype it adds up gradients (bf16 here), and how far an encoder without recomputation is ahead of "
+    "the LLM's pipeline (all of the step here); `memory` has the figures with fp32 gradients",
 )
 _POINTS = 5.0
 """Gains that differ by more between rows of the same layouts are worth a line."""
