@@ -12,7 +12,10 @@ from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
+from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
+from support import parity_cases
+from support.parity_cases import table
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_overlapping.toml"
 STEPS = 3
@@ -169,3 +172,62 @@ def test_layouts_train_alike_and_go_on_from_each_others_checkpoints(pool, tmp_pa
         reader, keys = runs[saved == "alone"]
         for losses, _ in reader.run(train, given(tmp_path / saved, *keys), STEPS, timeout=120):
             assert losses == pytest.approx(alone[0][2:], rel=5e-3)
+
+
+TWO = table("vision", "0-1")
+FEATURES = {
+    "tied": ("interleaved", [TWO, table("llm", "0-1", pp=2)], {"tied": True}),
+    "experts that move": (
+        "sequential",
+        [TWO, table("llm", "0-3", tp=2, expert_parallel_degree=2) + "\nexpert_placement_interval = 1"],
+        {"experts": True},
+    ),
+    "sharded experts": ("sequential", [TWO, table("llm", "0-3", fsdp=4, expert_parallel_degree=2)], {"experts": True}),
+    "SP": ("1f1b", [TWO, table("llm", "0-3", pp=2, tp=2) + "\nenable_sequence_parallel = true"], {}),
+    "CP": ("sequential", [TWO, table("llm", "0-3", context_parallel_degree=4)], {}),
+    "LoRA, FSDP x TP": ("sequential", [TWO, table("llm", "0-3", fsdp=2, tp=2)], {"trained": "lora"}),
+    "LoRA, split backward": ("zero_bubble", [TWO, table("llm", "0-3", pp=2, tp=2)], {"trained": "lora"}),
+    "recomputed phases": (
+        "three_phase",
+        [TWO, table("llm", "0-3", pp=2, tp=2)],
+        {"extra": "three_phase_recompute = true"},
+    ),
+    "slices": ("bubble_fill", [table("vision", "0-3"), table("llm", "0-3", pp=2, tp=2)], {}),
+    "recomputed": ("1f1b", [TWO, table("llm", "0-3", pp=2, tp=2), '[activation_checkpoint]\nmode = "selective"'], {}),
+}
+
+
+def steps_of(rank, recipe):
+    """Loss and norm of three steps of a loop of one's own."""
+    job = Job.assemble(resolve(recipe), World.current())
+    trained = [p for p in job.parameters() if p.requires_grad]
+    optimizer, taken = torch.optim.AdamW(trained, lr=1e-2, foreach=False) if trained else None, []
+    for step in range(1, 4):
+        result = job.forward_backward(1.0)
+        assert {p.dtype for p in trained} | {p.grad.dtype for p in trained if p.grad is not None} <= {torch.float32}
+        if optimizer is not None:
+            optimizer.step()
+        taken.append((result.loss, result.grad_norm))
+        job.expert_placement.after_step(step, ([optimizer], None) if optimizer is not None else None)
+    job.upcoming.close()
+    return taken
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_train_as_one_process(pool4, name):
+    policy, layout, options = FEATURES[name]
+
+    def given(policy, layout, **options):
+        made = parity_cases.recipe(policy, *layout, batch=2, **options).with_global_batch_size(8)
+        made = parity_cases.packed(made) if options.get("experts") else made
+        return made.model_copy(update={"training": made.training.model_copy(update={"dtype": "bfloat16"})})
+
+    ran = pool4.run(steps_of, given(policy, layout, **options), timeout=120)[0]
+    alone = [table("vision", "0"), table("llm", "0"), *layout[2:]]
+    kept = {key: value for key, value in options.items() if key != "extra"}
+    expected = pool4.run(steps_of, given("sequential", alone, **kept), timeout=120)[0]
+    for (loss, norm), (true_loss, true_norm) in zip(ran, expected, strict=True):
+        assert loss == pytest.approx(true_loss, rel=2e-2)
+        assert norm == pytest.approx(true_norm, rel=5e-2)
