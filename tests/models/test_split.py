@@ -97,6 +97,11 @@ def test_what_cannot_be_done_is_refused_with_the_reason(directory):
     for name, reason in (("llava_onevision", r"its parameters \['model.image_new"), ("qwen3_vl", "it has outputs of")):
         with pytest.raises(RecipeError, match=rf"hf_encoder cannot be split into stages \({reason}"):
             adapters_of(directory(name), pp)
+    keys = "tensor_parallel_degree = 2\nenable_sequence_parallel = true"
+    with pytest.raises(RecipeError, match=r"hf_encoder cannot split its tokens \(it has outputs of its blocks beside"):
+        adapters_of(
+            directory("qwen3_vl"), f"[parallelism.vision]\nranks = [0, 1]\n{keys}\n[parallelism.llm]\nranks = [0, 1]"
+        )
     with pytest.raises(RecipeError, match=r"cannot take its samples in one row \(its attention caps its logits"):
         adapters_of(directory("paligemma2"))
 

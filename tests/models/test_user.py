@@ -190,11 +190,10 @@ dtype = "float64"
 
 
 def test_shares_of_the_tokens_of_a_stage_are_refused(example):
-    keys = ("ranks", "0-3", "tensor_parallel_degree", "2", "enable_sequence_parallel", "true")
-    overrides = [part for k, v in zip(keys[::2], keys[1::2], strict=True) for part in (f"--parallelism.vision.{k}", v)]
-    with pytest.raises(
-        RecipeError, match=r"parallelism\.vision\.enable_sequence_parallel: not together with the pipel"
-    ):
+    keys = {"ranks": "0-3", "context_parallel_degree": "1", "tensor_parallel_degree": "2"}
+    keys |= {"pipeline_parallel_degree": "2", "enable_sequence_parallel": "true"}
+    overrides = [part for key, value in keys.items() for part in (f"--parallelism.llm.{key}", value)]
+    with pytest.raises(RecipeError, match=r"parallelism\.llm\.enable_sequence_parallel: not together with the pipel"):
         resolve(load_recipe(example, overrides))
 
 

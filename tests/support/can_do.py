@@ -45,7 +45,7 @@ def _exports(_: str, adapter: Adapter) -> bool:
 
 COLUMNS: Mapping[str, Callable[[str, Adapter], bool]] = {
     "TP": lambda _, adapter: bool(adapter.tensor_parallel_plan()),
-    "SP": lambda _, adapter: bool(adapter.abilities.token_sharded),
+    "SP": lambda _, adapter: bool(adapter.abilities.with_stages().token_sharded),
     "FSDP": lambda _, adapter: bool(adapter.layers()),
     "PP": lambda _, adapter: adapter.abilities.with_stages().activation is not None,
     "CP": lambda _, adapter: adapter.abilities.use_packed is not None,

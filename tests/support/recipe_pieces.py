@@ -178,12 +178,13 @@ def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
     for name in draft.encoders:
-        own, model = draft.tables["parallelism"].get(name, {}), draft.tables["modules"][name]["model"]
-        if own.get("tensor_parallel_degree", 1) > 1 and model in SPLIT_ENCODERS and sometimes(draw, 2):
+        own, module = draft.tables["parallelism"].get(name, {}), draft.tables["modules"][name]
+        splits = module["model"] in SPLIT_ENCODERS and "onevision" not in str(module.get("initial_load_path"))
+        if own.get("tensor_parallel_degree", 1) > 1 and splits and sometimes(draw, 2):
             own["enable_sequence_parallel"] = True
 
 
-SPLIT_ENCODERS = ("siglip", "clip", "whisper", "qwen3_vl_vision", "support.user_models:Tower")
+SPLIT_ENCODERS = ("siglip", "clip", "whisper", "qwen3_vl_vision", "hf_encoder", "support.user_models:Tower")
 """Encoders that can share what lies between attention and MLP."""
 
 

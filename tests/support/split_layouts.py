@@ -59,6 +59,9 @@ STAGES = """
         pipeline_parallel_microbatch_size = 1
         [activation_checkpoint]
         mode = "full" """
+SHARES = STAGES.replace(
+    "data_parallel_shard_degree = 2", "tensor_parallel_degree = 2\n        enable_sequence_parallel = true", 1
+)
 """Of towers that can be cut."""
 WHOLE = ("llava_onevision", "llava_onevision_few", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni")
 """Models with a tower that cannot be."""

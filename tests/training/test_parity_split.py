@@ -11,7 +11,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from support import tiny_vlms
-from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP, STAGES, WHOLE
+from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SHARES, SP, STAGES, WHOLE
 from support.whole_reference import whole_reference
 
 SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu")]
@@ -63,18 +63,24 @@ def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4,
     parity.check(pool4, given)
 
 
+OFTEN = [("llava", STAGES), ("qwen2_5_vl", SHARES)]
+"""Features of a block that is not the last, and a class token; windows, whole attention, images of several sizes."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
+    ("name", "layout"),
     [
-        name if name in ("llava", "qwen2_5_vl") else pytest.param(name, marks=pytest.mark.exhaustive)
+        pytest.param(
+            name, layout, marks=[] if (name, layout) in OFTEN else [pytest.mark.exhaustive], id=f"{name}-{kind}"
+        )
         for name in SPLIT
         if name not in WHOLE
+        for kind, layout in (("stages", STAGES), ("shares", SHARES))
     ],
 )
-def test_stages_of_a_tower_equal_transformers_own(pool4, tmp_path, name):
-    """Features of a block that is not the last, and a class token; windows, and images of several sizes."""
-    check(pool4, tmp_path, name, STAGES)
+def test_stages_of_a_tower_and_shares_of_its_tokens_equal_transformers_own(pool4, tmp_path, name, layout):
+    check(pool4, tmp_path, name, layout)
 
 
 @pytest.mark.exhaustive

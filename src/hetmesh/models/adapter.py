@@ -40,7 +40,7 @@ class Abilities:
         activation: pipeline stages: what passes between its layers.
         first_layers: FQNs of layers that stay together in the first stage.
         last_layers: FQNs of layers that stay together in the last stage.
-        find_stages: where it takes seconds to find them: gives `activation` and the layers at the ends, or `reasons`.
+        find_stages: where it takes seconds to find out: gives what is said here of stages and of shares of tokens.
         stage_batch: for an encoder whose later stages read something, too: what, from the metadata of samples.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         token_gathered: patterns of the parts within these that read all tokens, although tensor parallelism leaves them
@@ -91,7 +91,7 @@ class Abilities:
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def with_stages(self) -> Abilities:
-        """The same with all that it says of pipeline stages."""
+        """The same with all that it says of pipeline stages and sequence parallelism."""
         return self if self.find_stages is None else replace(self, find_stages=None, **self.find_stages())
 
     def because(self, ability: str) -> str:

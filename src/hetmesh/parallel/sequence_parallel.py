@@ -64,9 +64,8 @@ def apply_sequence_parallel(
         own = [c for c in parent.children() if c in wrapped or isinstance(c, ColwiseLinear | RowwiseLinear)]
         linears = [part for child in own for part in child.modules()]
         if any(isinstance(part, RowwiseLinear) for part in linears):
-            others = [part for child in parent.children() if child not in own for part in child.modules()]
             readers = [parent]
-            if any(isinstance(part, RowwiseLinear) for part in others):  # a block with the linears of its MLP in itself
+            if any(name in run for run in runs):  # a block that has the linears of its MLP in itself
                 readers = [c for c in own if any(isinstance(part, ColwiseLinear) for part in c.modules())]
             for reader in readers:
                 _Gather(group, tokens).register(reader)
@@ -114,14 +113,14 @@ class ShardedTokens(AllTokens):
 
         def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.apart = True
-            return _with_hidden(args, kwargs, self.split_lane(_hidden(args, kwargs)))
+            return with_hidden(args, kwargs, self.split_lane(hidden_of(args, kwargs)))
 
         def join(_: nn.Module, __: Any, output: Any) -> Any:
             self.apart = False
             return self.join(output) if isinstance(output, Tensor) else (self.join(output[0]), *output[1:])
 
         def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_hidden(args, kwargs, self.join(_hidden(args, kwargs))) if self.apart else None
+            return with_hidden(args, kwargs, self.join(hidden_of(args, kwargs))) if self.apart else None
 
         for layer in layers:
             if layer not in inside:
@@ -215,7 +214,7 @@ class _Gather:
 
     @not_compiled
     def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat, group = _hidden(args, kwargs).flatten(0, -2), self.group
+        flat, group = hidden_of(args, kwargs).flatten(0, -2), self.group
         size = len(flat)
         whole = Collective.apply(flat, lambda x: _all_gather(x, group), lambda g: _reduce_scatter(g, size, group))
         if torch.is_grad_enabled() and not keeps_are_hooked():
@@ -230,7 +229,7 @@ class _Gather:
             whole = whole[: batch * length].view(batch, length, -1)
         else:
             whole = whole[None]
-        return _with_hidden(args, kwargs, whole)
+        return with_hidden(args, kwargs, whole)
 
 
 class _Scatter:
@@ -263,11 +262,13 @@ class _Keep:
         return kept if isinstance(output, Tensor) else (kept, *output[1:])
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The tokens among the arguments of a block or a part of one, as transformers hands them on."""
     return args[0] if args else kwargs["hidden_states"]
 
 
-def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, dict[str, Any]]:
+    """The same arguments with other tokens."""
     return ((hidden, *args[1:]), kwargs) if args else ((), {**kwargs, "hidden_states": hidden})
 
 

@@ -60,9 +60,9 @@ def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refu
     key = f"parallelism.{name}.enable_sequence_parallel"
     if not module_options(recipe, name).sequence_parallel:
         return
-    if not adapter.abilities.token_sharded:
+    if not (abilities := adapter.abilities.with_stages()).token_sharded:
         hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
-        why = adapter.abilities.because("token_sharded")
+        why = abilities.because("token_sharded")
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
 
 

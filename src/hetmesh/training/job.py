@@ -91,6 +91,7 @@ class Job:
             module = deferred.module
             move_buffers(module, world.device)  # FSDP would, but cannot bring them to every device
             abilities = adapters[name].abilities
+            abilities = abilities.with_stages() if graph[name].options.sequence_parallel else abilities
             if (graph[name].packed or graph[name].tokens_per_row) and abilities.use_packed is not None:
                 abilities.use_packed(module)
             plan = lora_plan(module, {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan})

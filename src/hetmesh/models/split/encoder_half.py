@@ -20,7 +20,7 @@ from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
 from hetmesh.models.split.rope_index import media_tokens
-from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
+from hetmesh.models.split.tower_plan import repeated_blocks, token_gathered, tower_blocks, tower_plan
 from hetmesh.models.split.tower_stages import TowerStage, stages_of
 from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
@@ -162,18 +162,28 @@ class HfEncoderAdapter(PartAdapter):
 
     @cached_property
     def _plan(self) -> tuple[Mapping[str, str], Mapping[str, int]]:
-        def works(module: nn.Module) -> bool:
-            try:
-                self._rows(module, self.call.blank)
-            except Exception:  # whatever reshaping by full sizes leads to
-                return False
-            return True
+        return tower_plan(self._hollow(1).eval(), self._works)
 
-        return tower_plan(self._hollow(1).eval(), works)
+    def _works(self, module: nn.Module) -> bool:
+        try:
+            self._rows(module, self.call.blank)
+        except Exception:  # whatever reshaping by full sizes leads to
+            return False
+        return True
 
     @cached_property
     def _stages(self) -> Mapping[str, Any]:
-        return stages_of(self, self._empty, self._flat)
+        """Where it can be cut, and tokens shared between: in blocks whose outputs the next one alone reads."""
+        found = stages_of(self, self._empty, self._flat)
+        blocks = [name for name in tower_blocks(self._empty) if name not in found.get("last_layers", ())]
+        reasons = dict(found.get("reasons", ()))
+        try:
+            if reasons or not (plan := self._plan[0]):
+                raise ValueError(reasons.get("activation", "tensor parallelism splits nothing of it"))
+            gathered = token_gathered(self._hollow(1).eval(), blocks[0], plan, self._works)
+            return {**found, "token_sharded": tuple(blocks), "token_gathered": gathered}
+        except ValueError as error:
+            return {**found, "reasons": {**reasons, "token_sharded": str(error)}}
 
     @cached_property
     def _flat(self) -> nn.Module:
