@@ -65,12 +65,16 @@ def whole_tensor(tensor: Any) -> torch.Tensor:
         logger.setLevel(level)
 
 
-def split_backward() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's `stage_backward_input` and `stage_backward_weight`. What they import takes a second; only the schedule
-    zero_bubble needs them."""
-    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+def split_backward() -> Any:
+    """torch's module of `stage_backward_input`, `stage_backward_weight` and what these find in a graph. What it imports
+    takes a second; only the schedule zero_bubble needs it."""
+    from torch.distributed.pipelining import _backward
 
-    return stage_backward_input, stage_backward_weight
+    return _backward
+
+
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of autograd's graph whose backward runs in this thread; None outside of a backward."""
 
 
 def averaged_over(roots: Iterable[Any]) -> Iterator[tuple[str, int]]:
@@ -114,6 +118,25 @@ def fsdp_groups(module: Any) -> Iterator[tuple[str, Any]]:
             one = getattr(state, "_fsdp_param_group", None)  # before torch 2.13
             for group in several or ([one] if one is not None else []):
                 yield name, group
+
+
+def exchange_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Give `parameter` the memory and dtype of `values`, which has its shape and layout."""
+    from torch.distributed.tensor import DTensor
+
+    parameter.data = values
+    if isinstance(parameter, DTensor) and isinstance(values, DTensor):
+        parameter._local_tensor, parameter._spec = values._local_tensor, values._spec
+
+
+def sum_in_reduce_dtype(root: Any) -> None:
+    """Let autograd bring gradients of what FSDP2 has gathered inside `root` to the dtype in which they are summed. FSDP
+    does so only where it lets them add up first, and asserts that all of a block are of one dtype."""
+    for _, group in fsdp_groups(root):
+        for parameter in group.fsdp_params:
+            trained = parameter.sharded_param.requires_grad and hasattr(parameter, "_unsharded_param")
+            if trained and parameter.reduce_dtype is not None:  # another than that of the computation
+                parameter._unsharded_param.grad_dtype = parameter.reduce_dtype
 
 
 def finish_fsdp_backward(root: Any) -> None:

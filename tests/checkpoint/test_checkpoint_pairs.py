@@ -189,6 +189,7 @@ def test_what_is_frozen_goes_on_in_another_layout(pool, tmp_path, variant):
     chain(pool, tmp_path, [LAYOUTS[name] for name in ("one rank", "overlapping, hsdp", "tp 4")], variant)
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_share_key_heads_go_on_from_others_and_others_from_them(pool, tmp_path):
     chain(pool, tmp_path, [LAYOUTS[name] for name in ("tp 2, dp 2", "tp 4", "one rank")], "2 key heads")
 

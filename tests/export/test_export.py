@@ -114,7 +114,7 @@ def test_a_part_of_a_model_goes_back_between_the_other_parts(pool, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(LAYOUT, marks=pytest.mark.exhaustive), SHARDED, SHARED_HEADS],
+    [*(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in (LAYOUT, SHARDED)), SHARED_HEADS],
     ids=["TP and PP", "FSDP and CP", "TP 4 of 2 key heads"],
 )
 def test_a_checkpoint_of_any_layout_is_exported_as_that_of_one_process(pool4, pool, tmp_path, layout):

@@ -94,8 +94,9 @@ def test_a_tensor_under_two_names_is_refused(tmp_path):
 @pytest.mark.slow
 def test_what_cannot_be_done_is_refused_with_the_reason(directory):
     pp = "[parallelism]\npipeline_parallel_degree = 2"
-    with pytest.raises(RecipeError, match=r"hf_encoder cannot be split into stages \(it is called as one"):
-        adapters_of(directory("llava"), pp)
+    for name, reason in (("llava_onevision", r"its parameters \['model.image_new"), ("qwen3_vl", "it has outputs of")):
+        with pytest.raises(RecipeError, match=rf"hf_encoder cannot be split into stages \({reason}"):
+            adapters_of(directory(name), pp)
     with pytest.raises(RecipeError, match=r"cannot take its samples in one row \(its attention caps its logits"):
         adapters_of(directory("paligemma2"))
 

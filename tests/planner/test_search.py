@@ -72,6 +72,7 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
     for plan, key in zip(plans, ("default", "always"), strict=True):
         written = parse_recipe(planned_text(parse_recipe(text), text, (), given, plan))
         assert written.parallelism.modules["llm"].fsdp_reshard_after_forward == key
+    assert len(list(reshard_variants(replace(plan, schedule="zero_bubble")))) == 1  # which must keep parameters
     (seconds, size), (seconds_each, size_each) = map(Estimator(given, LayerCosts(given.machine)).estimate, plans)
     assert seconds < seconds_each
     assert size > size_each
@@ -145,10 +146,14 @@ def test_o4_uneven_splits_are_searched_written_as_planned_and_refused_where_they
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", "bubble_fill"])
 def test_a_fixed_schedule_leaves_what_a_recipe_may_say(schedule):
-    """Disjoint modules have no gaps to fill, and a backward in two parts cannot be sharded or computed again."""
+    """Disjoint modules have no gaps to fill, and of a backward in two parts the second needs parameters."""
     given = problem(2, 16, fixed={"schedule": schedule})
     text = (RECIPES / "digits.toml").read_text()
-    plans = [plan for placement in PLACEMENTS for plan in candidates(given, placement) if plan.microbatch_size == 8]
+    every = [plan for placement in PLACEMENTS for plan in candidates(given, placement)]
+    assert {(plan.modules["llm"].degree("dp_shard"), plan.modules["llm"].activation_checkpoint) for plan in every} == {
+        *itertools.product((1, 2), ("none", "full"))
+    }
+    plans = [plan for plan in every if plan.microbatch_size == 8]
     assert {plan.placement for plan in plans} >= {"homogeneous", "colocated"}
     for plan in plans:
         assert parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).schedule == schedule

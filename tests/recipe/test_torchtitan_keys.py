@@ -114,7 +114,6 @@ def test_keys_of_what_is_on_are_said_or_refused():
         ("parallelism.pipeline_parallel_schedule", "GPipe", "write '1F1B'"),
         ("parallelism.pipeline_parallel_schedule_csv", "a.csv", "name a schedule in pipeline_parallel_schedule"),
         ("activation_checkpoint.mode", "memory_budget", "write 'selective'"),
-        ("training.dtype", "bfloat16", "write mixed_precision_param = 'bfloat16'"),
         ("training.dataloader.num_workers", 4, "write [data] num_workers"),
         ("model.converters", ["float8"], "hetmesh computes in float32 or bfloat16"),
         ("profiling.enable_profiling", True, "[profiling] timeline = true"),

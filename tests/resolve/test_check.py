@@ -163,10 +163,12 @@ def test_what_a_recipe_gives_or_has_no_use_for_is_no_default_to_mention():
 
 def test_keys_that_are_taken_without_effect_are_told():
     keys = ("--compile.enable", "true", "--compile.components", "model,loss", "--training.gc_freq", "50")
+    keys += ("--parallelism.pipeline_parallel_schedule", "zero_bubble")
     lines = list(summary(with_adapters(parse_recipe(TEXT, keys), {})))
-    assert lines[lines.index("note: taken, but without effect:") + 1 :][:2] == [
+    assert lines[lines.index("note: taken, but without effect:") + 1 :][:3] == [
         "  training.gc_freq = 50: Python collects garbage when it sees fit",
         "  compile.components: the loss is not compiled",
+        "  zero_bubble: torch.compile makes one function of a backward, so it stays whole, as under 1f1b",
     ]
 
 

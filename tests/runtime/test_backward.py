@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 from torch.utils.checkpoint import checkpoint
 
+from hetmesh._torch_compat import split_backward
 from hetmesh.boundary.accelerator import Accelerator
+from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint, backward_in_two_parts
 from hetmesh.runtime.backward import SplitBackward, backward
+from hetmesh.runtime.live_bytes import LiveBytes
 from hetmesh.runtime.step_runner import activations_on_host
 
 
@@ -58,13 +61,30 @@ class Reentrant(Plain):
         return checkpoint(super().forward, self.first(x), use_reentrant=True)
 
 
-def gradients(kind, split: bool):
+class Dropped(Plain):
+    """What is drawn is drawn again when it is computed again."""
+
+    def forward(self, x):
+        return super().forward(dropout(torch.tanh(x), 0.5))
+
+
+class InShares(Plain):
+    """Several layers read parts of one weight, one after another: the weights' part passes what lies between."""
+
+    def forward(self, x):
+        first, second = self.first.weight.tanh().chunk(2)
+        return linear(torch.tanh(linear(x, first)), second.T)
+
+
+def gradients(kind, split: bool, recomputed="none"):
     torch.manual_seed(0)
     module = kind().to(kind.dtype)
+    apply_activation_checkpoint([module], recomputed)
     x = torch.randn(3, 4, dtype=kind.dtype, requires_grad=True)
     parts = []
     for scale in (1.0, 2.0):  # two microbatches, whose weights' parts come after both
-        output = module(x * scale if scale > 1 else x)
+        with backward_in_two_parts(split):
+            output = module(x * scale if scale > 1 else x)
         gradient = torch.ones_like(output)
         if split:
             parts.append(SplitBackward(list(module.parameters())))
@@ -110,6 +130,41 @@ def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     )  # the others' gradients all come with the inputs' part
     for one, other in zip(expected, given, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("recomputed", ["full", "selective"])
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, Expanded, Unread, Dropped, InShares])
+def test_a_block_is_computed_again_for_the_first_part_alone(kind, recomputed, monkeypatch):
+    calls, forward = [], kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: (calls.append(1), forward(self, x))[1])
+    (expected, _), (given, _) = gradients(kind, False), gradients(kind, True, recomputed)
+    assert len(calls) == 2 + 2 * 2  # two microbatches, twice where they are computed again
+    for one, other in zip(expected, given, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+class Deep(Plain):
+    def forward(self, x):
+        return self.second(torch.tanh(torch.cos(torch.sin(self.first(x)))))
+
+
+@pytest.mark.parametrize(("recomputed", "kept"), [("none", 5), ("full", 3), ("selective", 3)])
+def test_between_both_parts_what_the_second_reads_is_kept(recomputed, kept):
+    """Of a block that is computed again: the input of its second product, the gradient of the first one's output, and
+    that of its own input. Otherwise also what functions in between read."""
+    module, x, gradient = Deep(), torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
+    apply_activation_checkpoint([module], recomputed)
+    part = SplitBackward(list(module.parameters()))
+    split_backward()  # whose import makes a tensor
+    with LiveBytes([*module.parameters(), x, gradient]) as live:
+        before = live.live
+        with backward_in_two_parts(True):
+            output = module(x)
+        part.input_part([output], [gradient], [x])
+        del output
+        assert live.live - before == kept * x.nbytes
+        part.weight_part()
+        assert live.live - before == x.nbytes + sum(p.nbytes for p in module.parameters())
 
 
 def test_offloading_moves_activations_and_no_weights(monkeypatch):

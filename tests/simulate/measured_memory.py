@@ -58,7 +58,7 @@ max_text = 100
 [training]
 local_batch_size = {batch}
 pack_samples = {packed}
-mixed_precision_param = "{compute}"
+{precision}
 mixed_precision_reduce = "{reduced}"
 steps = 1000
 [activation_checkpoint]
@@ -101,13 +101,14 @@ def recipe(
     experts: bool = False,
     encoder: bool = True,
     save_ops: str = "",
+    dtype: str = "float32",
 ) -> Recipe:
     """A recipe; `tables` are those of `[parallelism]`, and whatever else; `encoder`: whether it is trained."""
     keys: dict[str, object] = {
         "schedule": schedule,
         "batch": batch,
         "recomputed": recomputed,
-        "compute": compute,
+        "precision": f'dtype = "{dtype}"' if dtype != "float32" else f'mixed_precision_param = "{compute}"',
         "reduced": reduced,
         "key_heads": key_heads,
         "save_ops": f"save_ops = {save_ops}" if save_ops else "",

@@ -43,6 +43,16 @@ MORE = {
         both("vision") + both("llm", key="tensor_parallel_degree"), packed=True, experts=True
     ),
     "tensor parallel": recipe(TENSOR),
+    "pipeline, split backward, recomputed": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full"
+    ),
+    "pipeline, split backward, recomputed, bfloat16": recipe(
+        ALONE + PIPELINE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step, recomputed, bfloat16": recipe(
+        WHOLE, schedule="zero_bubble", batch=16, recomputed="full", compute="bfloat16"
+    ),
+    "split backward, whole during a step": recipe(WHOLE, schedule="zero_bubble", batch=16),
     "sequence parallel, recomputed": recipe(TENSOR + SEQUENCE, recomputed="full"),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
@@ -50,6 +60,9 @@ MORE = {
     "whole during a step": recipe(WHOLE, batch=16),
     "whole during a step, bfloat16, sums in float32": recipe(WHOLE, batch=16, compute="bfloat16"),
     "recomputed": recipe(both("vision", "llm"), recomputed="full"),
+    "bf16 parameters on replicas": recipe(both("vision", "llm"), dtype="bfloat16"),
+    "bf16 parameters, fully sharded": recipe(SHARDED, dtype="bfloat16"),
+    "bf16 parameters behind adapters": recipe(APART + ADAPTERS, encoder=False, dtype="bfloat16"),
     "recomputed but for products and attention": recipe(both("vision", "llm"), recomputed="selective"),
     "recomputed but for attention": recipe(SHARDED, recomputed="selective", save_ops=ATTENTION),
     "recomputed but for products, experts": recipe(

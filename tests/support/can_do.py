@@ -47,7 +47,7 @@ COLUMNS: Mapping[str, Callable[[str, Adapter], bool]] = {
     "TP": lambda _, adapter: bool(adapter.tensor_parallel_plan()),
     "SP": lambda _, adapter: bool(adapter.abilities.token_sharded),
     "FSDP": lambda _, adapter: bool(adapter.layers()),
-    "PP": lambda _, adapter: adapter.abilities.activation is not None,
+    "PP": lambda _, adapter: adapter.abilities.with_stages().activation is not None,
     "CP": lambda _, adapter: adapter.abilities.use_packed is not None,
     "packing": lambda _, adapter: adapter.abilities.use_packed is not None,
     "LoRA": _takes_lora,

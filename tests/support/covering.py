@@ -9,7 +9,7 @@ from typing import Any
 
 Row = dict[str, Any]
 """A value of each factor, or of some of them."""
-CANDIDATES = 20
+CANDIDATES = 5
 """Rows that are tried for each one that is taken."""
 
 

@@ -95,6 +95,9 @@ class CountsInGroups(SignMomentum):
             group["steps"] = group.get("steps", 0) + 1
         super().step()
 
+    def update(self, p, gradient, lr, weight_decay):
+        super().update(p, gradient, lr / self.param_groups[0]["steps"], weight_decay)
+
 
 class CountsByItself(SignMomentum):
     """Keeps its steps as an attribute."""
@@ -131,8 +134,9 @@ class History(SignMomentum):
     """Keeps a list of tensors."""
 
     def update(self, p, gradient, lr, weight_decay):
-        self.state[p].setdefault("history", []).append(gradient.clone())
-        super().update(p, gradient, lr, weight_decay)
+        history = self.state[p].setdefault("history", [])
+        history.append(gradient.clone())
+        super().update(p, torch.stack(history).mean(0), lr, weight_decay)
 
 
 class Late(SignMomentum):
@@ -142,8 +146,8 @@ class Late(SignMomentum):
         state = self.state[p]
         state["count"] = state.get("count", 0) + 1
         if state["count"] > 2:
-            state["average"] = gradient.clone()
-        super().update(p, gradient, lr, weight_decay)
+            state["average"] = state.get("average", 0) + gradient.clone()
+        super().update(p, state.get("average", gradient), lr, weight_decay)
 
 
 class OneGroup(SignMomentum):

@@ -21,8 +21,7 @@ POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
 
 def schedule(draw: st.DrawFn, draft: Draft) -> None:
     """The policy and its options."""
-    again = any(module.get("activation_checkpoint", "none") != "none" for module in draft.tables["modules"].values())
-    policy = draw(st.sampled_from([policy for policy in POLICIES if not again or policy != "zero_bubble"]))
+    policy = draw(st.sampled_from(POLICIES))
     keys: Table = {"pipeline_parallel_schedule": policy}
     if policy == "three_phase":
         keys |= some(
@@ -109,8 +108,7 @@ def _degrees(draw: st.DrawFn, draft: Draft, name: str, most: int, flat: bool = F
     choose("pipeline_parallel_degree", list(range(2, min(split, 4) + 1)), often=True)
     choose("tensor_parallel_degree", [n for n in (2, 4) if draft.heads[name] % n == 0], often=True)
     choose("context_parallel_degree", [2, 3, 4] if name in draft.shares_tokens and not flat else [])
-    zero_bubble = draft.table("parallelism")["pipeline_parallel_schedule"] == "zero_bubble"
-    choose("data_parallel_shard_degree", [] if zero_bubble else [2, 3, 4])
+    choose("data_parallel_shard_degree", [2, 3, 4])
     choose("data_parallel_replicate_degree", [2, 3, 4])
     return found
 
@@ -250,8 +248,6 @@ BEFORE_COLUMNS = {
 
 def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
     """What the backward computes again, for all modules or for one."""
-    if draft.table("parallelism")["pipeline_parallel_schedule"] == "zero_bubble":
-        return
     modes = st.sampled_from(["full", "selective", "none"])
     if sometimes(draw):
         draft.tables["activation_checkpoint"] = {"mode": draw(modes)}
@@ -265,8 +261,10 @@ def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
 def sharding(draw: st.DrawFn, draft: Draft) -> None:
     """When FSDP lets gathered parameters go, and whether shards live on the CPU."""
     sharded = [name for name in draft.modules if draft.degree(name, "shard") > 1]
+    splits = draft.table("parallelism")["pipeline_parallel_schedule"] == "zero_bubble"
     for name in sharded:
-        choices = st.sampled_from(["always", "never"])
+        split = splits and draft.degree(name, "pipeline") > 1
+        choices = st.sampled_from(["never"] if split else ["always", "never"])
         draft.layout(name).update(some(draw, fsdp_reshard_after_forward=choices))
     if sharded and sometimes(draw, 6):
         draft.table("training")["enable_cpu_offload"] = True

@@ -51,6 +51,9 @@ def _items(draw: st.DrawFn, draft: Draft) -> bool:
 TILED = ("llava_onevision", "internvl")
 """Models of `tiny_vlms` whose images may be cut into tiles."""
 
+BLOCKS = {"internvl": "model.vision_tower.encoder.layer", "gemma3": "model.vision_tower.encoder.layers"}
+"""Towers of `tiny_vlms` that can be cut anywhere -> where their blocks are."""
+
 LAYERS = {"gemma3": "sliding_attention", "qwen3_5": "linear_attention"}
 """Models of `tiny_vlms` -> the kind of layers that their LLMs have beside full attention."""
 
@@ -71,5 +74,10 @@ def directories(draw: st.DrawFn, draft: Draft) -> None:
     prefix = "model.language_model"
     blocks = (f"{prefix}.layers.{i}" for i in range(4 if name == "gemma3" else 3))
     draft.layers[SINK] = (f"{prefix}.embed_tokens", *blocks, f"{prefix}.norm", "lm_head")
+    if name in BLOCKS:
+        layers = (f"{BLOCKS[name]}.{i}" for i in range(3))
+        tower = BLOCKS[name].partition(".encoder.")[0]
+        last = (f"{tower}.post_layernorm",) if name == "gemma3" else ()
+        draft.layers["vision"] = (f"{tower}.embeddings", *layers, *last, "model.multi_modal_projector")
     items = tomli.loads(f"options = {{ {tiny_vlms.ITEMS.get(name, tiny_vlms.IMAGES)} }}")["options"]
     random_media(draw, draft, items.pop("kinds"), **items, apart=True)

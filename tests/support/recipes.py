@@ -167,6 +167,10 @@ def _filled(inner: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.fills_bubbles and recipe.sink_schedule == inner
 
 
+def _split_pipeline(recipe: Recipe) -> bool:
+    return recipe.sink_schedule == "zero_bubble" and recipe.wiring.meshes[recipe.sink].axis_size("pp") > 1
+
+
 def _balancer(name: str) -> Callable[[Recipe], bool]:
     return lambda recipe: recipe.balance.policy == name
 
@@ -250,6 +254,10 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},
     "layers per slice": _key("bubble_fill_layers_per_slice"),
     **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER_SCHEDULES},
+    "split backward, sharded": lambda r: _split_pipeline(r) and r.wiring.meshes[r.sink].axis_size("dp_shard") > 1,
+    "split backward, recomputed": lambda r: (
+        _split_pipeline(r) and module_options(r, r.sink).activation_checkpoint != "none"
+    ),
     "window": _key("three_phase_window"),
     "recompute": _key("three_phase_recompute"),
     "offload": _key("three_phase_offload"),
@@ -297,6 +305,9 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "items of own models": _models(ITEMS),
     "FSDP of their items": lambda r: any(
         m.model == ITEMS and r.wiring.meshes[name].axis_size("dp_shard") > 1 for name, m in r.modules.items()
+    ),
+    "stages of a directory's tower": lambda r: (
+        bool(_directory(r)) and any(m.axis_size("pp") > 1 for name, m in r.wiring.meshes.items() if name != r.sink)
     ),
     "image tiles": lambda r: _directory(r) in TILED,
     **{kind: _of_kind(kind) for kind in LAYERS.values()},

@@ -46,6 +46,22 @@ LAYOUTS = {
         [training]
         pack_samples = true""",
 }
+STAGES = """
+        [parallelism.vision]
+        ranks = "0-3"
+        pipeline_parallel_degree = 2
+        data_parallel_shard_degree = 2
+        [parallelism.llm]
+        ranks = "0-3"
+        pipeline_parallel_degree = 2
+        data_parallel_replicate_degree = 2
+        pipeline_parallel_schedule = "1f1b"
+        pipeline_parallel_microbatch_size = 1
+        [activation_checkpoint]
+        mode = "full" """
+"""Of towers that can be cut."""
+WHOLE = ("llava_onevision", "llava_onevision_few", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni")
+"""Models with a tower that cannot be."""
 DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
 OF_VISION = r"(?m)^ *\[\w+\.vision\]\n(?: *[^ \[].*\n)*"
 """The tables of the module of images, which those of recordings have too."""

@@ -117,6 +117,7 @@ def with_fault(rank, recipe, fault):
     return run(recipe, World.current(), 2, fault=fault)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_plain_loop_finds_injected_faults(pool, fuzz):
     recipe = digits().recipe
@@ -199,6 +200,7 @@ def test_runs_that_differ_are_found(wrong, says):
     compare_runs([ran()], [ran(1.0 + 1e-11, 2.0 + 1e-11, 1.0 + 1e-11)], "going on", 1e-10)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_that_goes_on_as_another_one_is_found(pool):
     cases = draw_recipes(40, 0, 2, feature="checkpoint")

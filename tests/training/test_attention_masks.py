@@ -10,6 +10,7 @@ from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing import parity
 from hetmesh.testing.dense_masks import dense_mask
 from support.dense_oracle import dense
+from support.often import combinations
 from support.parity_cases import recipe, table
 
 
@@ -21,19 +22,18 @@ def masked(kind, *tables):
     return recipe("sequential", *tables, batch=4, llm=f'attention_mask = "{kind}"')
 
 
+LAYOUTS = {
+    "packed": table("llm", "2-3", tp=2),
+    "context parallel": table("llm", "2-3", context_parallel_degree=2),
+    "and sequence parallel": table("llm", "0-3", context_parallel_degree=2, tp=2) + "\nenable_sequence_parallel = true",
+}
+OFTEN = {("isolated_media", "and sequence parallel"), ("bidirectional_media", "context parallel")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["isolated_media", "bidirectional_media"])
-@pytest.mark.parametrize(
-    "llm",
-    [
-        table("llm", "2-3", tp=2),
-        table("llm", "2-3", context_parallel_degree=2),
-        table("llm", "0-3", context_parallel_degree=2, tp=2) + "\nenable_sequence_parallel = true",
-    ],
-    ids=["packed", "context parallel", "and sequence parallel"],
-)
-def test_every_layout_applies_the_mask(pool4, kind, llm):
-    given = masked(kind, table("vision", "0-1"), llm)
+@pytest.mark.parametrize(("kind", "layout"), combinations(OFTEN, ("isolated_media", "bidirectional_media"), LAYOUTS))
+def test_every_layout_applies_the_mask(pool4, kind, layout):
+    given = masked(kind, table("vision", "0-1"), LAYOUTS[layout])
 
     expected = parity.reference(given, steps=2)  # with the mask entry by entry, `hetmesh.testing.dense_masks`
     parity.compare(expected, pool4.run(on_this_rank, given, timeout=120), 1e-10)

@@ -77,7 +77,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "keys"),
     [
-        ("TP", ("--activation_checkpoint.mode=full",)),
+        pytest.param("TP", ("--activation_checkpoint.mode=full",), marks=pytest.mark.exhaustive),
         ("PP", ("--parallelism.pipeline_parallel_schedule=three_phase", "--parallelism.three_phase_recompute=true")),
         ("PP x TP", ("--activation_checkpoint.mode=selective",)),
     ],

@@ -54,9 +54,6 @@ FACTORS = {
 
 RECOMPUTED = {"selective": 'mode = "selective"', "full": 'mode = "full"'}
 RECOMPUTED["attention"] = 'mode = "selective"\nsave_ops = ["aten.scaled_dot_product_attention"]'
-SPLIT_FACTORS = ("llm", "encoder", "recomputed")
-NOT_SPLIT = {"FSDP", "selective", "attention", "full"}
-"""What a backward in two parts does not go with, of these factors."""
 
 
 def degrees(row):
@@ -81,10 +78,9 @@ def allowed(row):
     return not (
         size(row) > (2 if row.get("ranks") == "disjoint" else 4)
         or (row.get("experts") and row.get("packed") is False)  # experts get no padding
-        or (row.get("schedule") == "zero_bubble" and NOT_SPLIT & {row.get(key) for key in SPLIT_FACTORS})  # refused
         or (row.get("schedule") == "bubble_fill" and row.get("ranks") == "disjoint")  # no gaps to fill
         or (row.get("reshard", "default") != "default" and row.get("llm", "FSDP") not in SHARDED)
-        or (row.get("reshard", "default") != "default" and row.get("schedule") == "zero_bubble")
+        or (row.get("reshard") == "always" and row.get("schedule") == "zero_bubble")  # refused
     )
 
 

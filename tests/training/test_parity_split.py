@@ -11,7 +11,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from support import tiny_vlms
-from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP
+from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP, STAGES, WHOLE
 from support.whole_reference import whole_reference
 
 SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu")]
@@ -32,8 +32,8 @@ ADAPTED = """
 
 
 def recipe(path, layout):
-    training = "pack_samples = true\n" if "pack_samples" in LAYOUTS[layout] else ""
-    tables = LAYOUTS[layout].replace("[training]\n", "").replace("pack_samples = true", "")
+    training = "pack_samples = true\n" if "pack_samples" in layout else ""
+    tables = layout.replace("[training]\n", "").replace("pack_samples = true", "")
     towers = tiny_vlms.TOWERS.get(path.name, ("vision",))
     tables = re.sub(OF_VISION, lambda table: "".join(table[0].replace("vision", each) for each in towers), tables)
     text = tiny_vlms.recipe_text(path).replace('dtype = "float64"', f'dtype = "float64"\n{training}')
@@ -41,7 +41,7 @@ def recipe(path, layout):
 
 
 def check(pool4, folder, name, layout):
-    given = recipe(tiny_vlms.save(name, folder), layout)
+    given = recipe(tiny_vlms.save(name, folder), LAYOUTS.get(layout, layout))
     compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
 
 
@@ -61,6 +61,20 @@ def test_u23_a_tower_with_position_embeddings_under_fsdp_equals_transformers_own
 def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4, tmp_path, name):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path), ADAPTED))
     parity.check(pool4, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llava", "qwen2_5_vl") else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in SPLIT
+        if name not in WHOLE
+    ],
+)
+def test_stages_of_a_tower_equal_transformers_own(pool4, tmp_path, name):
+    """Features of a block that is not the last, and a class token; windows, and images of several sizes."""
+    check(pool4, tmp_path, name, STAGES)
 
 
 @pytest.mark.exhaustive

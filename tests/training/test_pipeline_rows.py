@@ -182,26 +182,24 @@ def test_u8_an_encoder_is_a_stage_of_its_own_and_not_the_load_of_the_first():
 
 
 @pytest.mark.parametrize(
-    ("tables", "extra", "says"),
+    ("tables", "says"),
     [
-        (('[parallelism.projector]\nranks = "0-1"\npipeline_parallel_degree = 2',), "", "a mlp cannot be split"),
-        ((table("llm", "0-7", pp=8),), "", "8 pipeline stages for 7 layers"),
+        (('[parallelism.projector]\nranks = "0-1"\npipeline_parallel_degree = 2',), "a mlp cannot be split"),
+        ((table("llm", "0-7", pp=8),), "8 pipeline stages for 7 layers"),
         (
             (table("llm", "0-1", pp=2) + '\nmodule_fqns_per_model_part = [["model.norm"], ["lm_head"]]',),
-            "",
             "parallelism.llm.module_fqns_per_model_part",
         ),
-        ((table("llm", "0-3", pp=2, fsdp=2),), "", "zero_bubble"),
-        ((table("llm", "0-1", pp=2),), '[activation_checkpoint]\nmode = "full"', "zero_bubble"),
+        (
+            (table("llm", "0-3", pp=2, fsdp=2) + '\nfsdp_reshard_after_forward = "always"',),
+            r'parallelism\.llm\.fsdp_reshard_after_forward = "always": pipeline_parallel_schedule = "zero_bubble" puts '
+            'off gradients of weights, which would then be gone; valid are "never" and "default", or the schedule 1f1b',
+        ),
     ],
 )
-def test_what_cannot_be_split_is_refused(tables, extra, says):
+def test_what_cannot_be_split_is_refused(tables, says):
     with pytest.raises(RecipeError, match=says):
-        resolve(recipe("zero_bubble", *tables, extra="", trained="all") if not extra else _with(tables, extra))
-
-
-def _with(tables, extra):
-    return recipe("zero_bubble", *tables, extra)
+        resolve(recipe("zero_bubble", *tables))
 
 
 def test_the_kinds_of_a_zero_bubble_schedule():
@@ -212,3 +210,14 @@ def test_the_kinds_of_a_zero_bubble_schedule():
     assert kinds["vision.0"] == {Kind.FORWARD}
     assert kinds["projector.0"] == {Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE}  # nobody waits for a part of it
     assert kinds["llm.1"] == {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.REDUCE}
+
+
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_a_backward_is_whole_where_its_parameters_are_let_go_in_every_microbatch(reshard):
+    """In a pipeline they are not, by default."""
+    projector = table("projector", "0-1", fsdp=2) + f'\nfsdp_reshard_after_forward = "{reshard}"'
+    given = recipe("zero_bubble", table("vision", "0-1"), projector, table("llm", "0-3", pp=2, fsdp=2))
+    split = {str(stage) for stage in recipe_schedule(given, resolve(given).graph, 3).split}
+    assert split == {"llm.0", "llm.1"} | ({"projector.0"} if reshard == "never" else set())
+    compiled = given.model_copy(update={"compile": given.compile.model_copy(update={"enable": True})})
+    assert not recipe_schedule(compiled, resolve(compiled).graph, 3).split

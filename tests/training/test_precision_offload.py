@@ -124,6 +124,10 @@ def test_offloaded_parameters_change_nothing(pool4, where):
             ("--training.dtype", "float64", "--modules.llm.mixed_precision_param", "bfloat16"),
             "modules.llm.mixed_precision_param = 'bfloat16' needs",
         ),
+        (
+            ("--training.dtype", "bfloat16", "--training.mixed_precision_param", "float32"),
+            "training.mixed_precision_param = 'float32' needs training.dtype = 'float32', got 'bfloat16'",
+        ),
         (("--training.enable_cpu_offload", "true"), "training.enable_cpu_offload: it moves the shards of modules with"),
     ],
 )

@@ -99,9 +99,8 @@ def on_this_rank(rank, recipe):
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        ("digits_single", "AdamW"),
-        ("digits", "AdamW"),
-        ("digits_colocated", "AdamW"),
+        *(pytest.param(name, "AdamW", marks=pytest.mark.exhaustive) for name in ("digits_single", "digits")),
+        pytest.param("digits_colocated", "AdamW", marks=pytest.mark.exhaustive),
         ("digits_overlapping", "AdamW"),
         ("digits_colocated", "SGD"),
     ],

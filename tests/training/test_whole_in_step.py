@@ -1,10 +1,12 @@
 """Parameters that FSDP keeps whole during a step (ZeRO-1): what is sent, and what a step leaves behind, also one that
 fails. That it equals one process is in `test_parity_matrix.py`."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
@@ -68,7 +70,7 @@ def traffic(rank, given):
 PIPELINE = table("vision", "0,1", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "interleaved", "three_phase", "bubble_fill"])
+@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "interleaved", "three_phase", "bubble_fill"])
 def test_in_a_pipeline_each_parameter_and_gradient_is_sent_once_per_step(pool4, policy):
     given = layout(*PIPELINE, policy, extra=SLICES if policy == "bubble_fill" else "")
     stages = set()
@@ -140,8 +142,9 @@ def second_gradients(rank, given, where):
     job = Job.assemble(resolve(given), World.current())
     if where:
         handle = break_second_microbatch(job, where)
-        with pytest.raises(Broken):
+        with pytest.raises(RuntimeError) as caught:
             job.forward_backward()
+        assert Broken in (type(caught.value), type(caught.value.__cause__))  # torch wraps it in a split backward
         handle.remove()
     else:
         job.forward_backward()
@@ -154,9 +157,17 @@ HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
 """Whole gradients add up in another dtype than that in which they are computed, and so in other tensors."""
 
 
-@pytest.mark.parametrize(("reshard", "keys"), [("never", {}), ("never", HALF), ("default", {})])
-def test_a_step_that_fails_leaves_nothing_to_the_next(pool, reshard, keys):
-    given = with_training(TWO(reshard=reshard), **keys)
+@pytest.mark.parametrize(
+    ("policy", "reshard", "keys"),
+    [
+        ("sequential", "never", {}),
+        ("sequential", "never", HALF),
+        ("sequential", "default", {}),
+        ("zero_bubble", "never", HALF),
+    ],
+)
+def test_a_step_that_fails_leaves_nothing_to_the_next(pool, policy, reshard, keys):
+    given = with_training(TWO(policy, reshard=reshard), **keys)
     expected, *others = (
         pool(2).run(second_gradients, given, where, timeout=120) for where in ("", "forward", "backward")
     )
@@ -197,14 +208,16 @@ def test_an_evaluation_gathers_once_and_leaves_shards(pool):
 
 @pytest.mark.parametrize("keys", [{"mixed_precision_param": "bfloat16"}, {"enable_cpu_offload": True}])
 def test_half_precision_adds_up_in_that_of_the_sums_and_shards_may_lie_on_the_host(pool, keys):
-    """Each microbatch's gradient is rounded to bfloat16 once, as where each is summed by itself."""
-    whole, each = (
-        pool(2).run(gradients_after, with_training(TWO(reshard=reshard), dtype="float32", **keys), timeout=120)
-        for reshard in ("never", "always")
+    """Each microbatch's gradient is rounded to bfloat16 once, as where each is summed by itself; also where the
+    backward comes in two parts."""
+    each, *wholes = (
+        pool(2).run(gradients_after, with_training(TWO(policy, reshard=reshard), dtype="float32", **keys), timeout=120)
+        for policy, reshard in (("sequential", "always"), ("sequential", "never"), ("zero_bubble", "never"))
     )
-    for (found, *_), (expected, *_) in zip(whole, each, strict=True):
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+    for whole in wholes:
+        for (found, *_), (expected, *_) in zip(whole, each, strict=True):
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def one_unit():
@@ -215,7 +228,7 @@ def one_unit():
     return root, apply_fully_shard(root, [], mesh, ModuleOptions(reshard_after_forward="never"))
 
 
-def last_action_without_backward(rank):
+def last_action_without_backward(rank, weights):
     root, whole = one_unit()
     whole.begin(3)
     with whole.action():
@@ -223,14 +236,15 @@ def last_action_without_backward(rank):
     with whole.action():
         output.sum().backward()
     assert not isinstance(root.weight, DTensor)
-    with whole.action():
-        pass
+    with whole.action(weights):
+        assert not isinstance(root.weight, DTensor)
     assert isinstance(root.weight, DTensor)
     return root.weight.grad.to_local()
 
 
-def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool):
-    for gradient in pool(2).run(last_action_without_backward):
+@pytest.mark.parametrize("weights", [False, True])
+def test_gradients_are_summed_where_the_last_backward_enters_nothing(pool, weights):
+    for gradient in pool(2).run(last_action_without_backward, weights):
         assert torch.equal(gradient, torch.full((2, 3), 3.0, dtype=torch.float64))
 
 
@@ -248,3 +262,45 @@ def forward_after_half_a_step(rank):
 
 def test_what_runs_after_half_a_step_leaves_shards(pool):
     assert pool(2).run(forward_after_half_a_step) == [True, True]
+
+
+class Late(nn.Module):
+    """Reaches one of its two parts only in some microbatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, rows, late):
+        return self.late(self.always(rows)) if late else self.always(rows)
+
+
+def late_gradients(rank):
+    """Gradients of a part that is first reached in the last microbatch, and of one that always is, beside those of a
+    plain loop that adds them up in fp32; both ranks have the same rows."""
+    torch.manual_seed(0)
+    module, rows = Late(), [torch.randn(3, 4).bfloat16() for _ in range(MICROBATCHES)]
+    plain = copy.deepcopy(module).bfloat16()
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
+    for m in range(MICROBATCHES):
+        plain.zero_grad()
+        plain(rows[m], m == MICROBATCHES - 1).float().sum().backward()
+        for name, p in plain.named_parameters():
+            total[name] += 0 if p.grad is None else p.grad.float()
+    options = ModuleOptions(reshard_after_forward="never", compute_dtype=torch.bfloat16)
+    whole = apply_fully_shard(module, [], World.current().device_mesh(MeshSpec.make([0, 1], dp_shard=2)), options)
+    for _ in range(STEPS):
+        module.zero_grad()
+        whole.begin(2 * MICROBATCHES)
+        for m in range(MICROBATCHES):
+            with whole.action():
+                output = module(rows[m], m == MICROBATCHES - 1)
+            with whole.action():
+                output.float().sum().backward()
+    return [(p.grad.full_tensor(), 2 * total[name]) for name, p in module.named_parameters()]
+
+
+def test_a_first_gradient_in_the_last_microbatch_is_summed_with_those_before(pool):
+    """FSDP lets the others add up in fp32, takes this one as it comes, and asserts that all are of one dtype."""
+    for found in pool(2).run(late_gradients):
+        assert all(torch.equal(gradient, expected) for gradient, expected in found)

@@ -260,25 +260,31 @@ def split_bytes(
     *,
     upstream: bool,
     tp: int = 1,
+    recompute: bool = False,
     sequence_parallel: bool = False,
     autocast: bool = False,
 ) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
-    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), and what was gathered
-    again."""
+    the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
+    again what goes into it, weights that autocast has cast included, and what was gathered again. Arguments as of
+    `activation_bytes`."""
     if not upstream:
         return 0
     rows = layer.rows(work)
     products = _products(layer)
     kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
+    again = recompute and len(products) > 1
+    casts = sum(tensor_parallel_elements(w, tp) for w in products if w.trainable) if autocast and again else 0
+    kept += sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products)) if again else 0
+    raised = max(itemsize, 4) / itemsize if autocast else 1
     kept += sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
     heads = itertools.chain((layer.attention_width / tp, layer.keys_on(tp)), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
             continue
         over_heads = len(weight.shape) == 1 and products and weight.numel != products[0].inputs
-        kept += next(heads) if over_heads else weight.shape[-1]
-    return round(itemsize * rows * kept)
+        kept += raised * (1 + again) * (next(heads) if over_heads else weight.shape[-1])
+    return round(itemsize * (rows * kept + casts))
 
 
 def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:

@@ -130,6 +130,7 @@ def default_splits(
     upstream_trainable: bool,
     work: Work,
     together: tuple[str, ...] = (),
+    ending: tuple[str, ...] = (),
     recomputed: bool = False,
 ) -> tuple[tuple[str, ...], ...]:
     """The layers of each stage of a module.
@@ -141,33 +142,36 @@ def default_splits(
     Args:
         upstream_trainable: whether a module that feeds this one, directly or not, is trainable.
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
-        together: the first layers, where they must share a stage.
+        together, ending: the first and the last layers, where they must share a stage.
         recomputed: whether the backward computes its blocks again.
 
     Raises:
         RecipeError: more stages than layers.
     """
     layers = [layer.name for layer in shape.layers if layer.name]
-    most = len(layers) - max(len(together) - 1, 0)
+    most = len(layers) - max(len(together) - 1, 0) - max(len(ending) - 1, 0)
     if not 1 <= stages <= most:
-        shared = f", of which {list(together)} share a stage" if together else ""
+        shared = "".join(f", of which {list(each)} share a stage" for each in (together, ending) if each)
         raise RecipeError(
             f"parallelism.{shape.name}: {stages} pipeline stages for {len(layers)} layers{shared}; valid are 1 to "
             f"{most}"
         )
     times = module_times(shape, work, Rates(1.0), upstream=upstream_trainable, recompute=layers if recomputed else [])
     costs = [times[layer].forward + times[layer].backward for layer in layers]
-    units = _joined(_units(costs), len(together))
+    ends = len(together), len(layers) - len(ending)
+    units = _joined(_units(costs), *ends)
     if len(units) < stages:
-        units = _joined([[i] for i in range(len(layers))], len(together))
+        units = _joined([[i] for i in range(len(layers))], *ends)
     counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
     return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
 
 
-def _joined(units: list[list[int]], first: int) -> list[list[int]]:
-    """`units` with those that hold any of the `first` layers made one."""
+def _joined(units: list[list[int]], first: int, last: int) -> list[list[int]]:
+    """`units` with those that hold any of the `first` layers made one, and those that hold any from `last` on."""
     ahead = [i for unit in units if unit[0] < first for i in unit]
-    return [*([ahead] if ahead else []), *(unit for unit in units if unit[0] >= first)]
+    behind = [i for unit in units if unit[0] >= first and unit[-1] >= last for i in unit]
+    between = [unit for unit in units if unit[0] >= first and unit[-1] < last]
+    return [part for part in (ahead, *between, behind) if part]
 
 
 def _units(costs: list[float]) -> list[list[int]]:

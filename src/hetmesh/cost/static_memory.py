@@ -53,7 +53,12 @@ class StaticMemory:
 
 
 def static_memory(
-    module: ModuleShape, mesh: MeshSpec, itemsize: int, optimizer: str, stages: Sequence[Collection[str]] = ()
+    module: ModuleShape,
+    mesh: MeshSpec,
+    itemsize: int,
+    optimizer: str,
+    stages: Sequence[Collection[str]] = (),
+    copies: int = 0,
 ) -> dict[int, StaticMemory]:
     """Per rank of `mesh`, with shards as tensor parallelism and FSDP cut them (tensor parallelism first, then dim 0).
     Experts are split over `ep` first, and by FSDP over what `ep` leaves of `dp_shard`; all else over both.
@@ -62,8 +67,10 @@ def static_memory(
         itemsize: bytes of one element of parameters, gradients and optimizer state.
         optimizer: its name in a recipe.
         stages: the layers of each pipeline stage, stage i at coordinate i modulo the size of `pp`; none: not split.
+        copies: bytes of an element of frozen parameters and of copies of the others, which FSDP makes only as it
+            gathers them (`ModuleOptions.compute_copies`); 0: there are none.
     """
-    cells = _cells(module, _Split.of(mesh), itemsize, optimizer, tuple(map(tuple, stages)))
+    cells = _cells(module, _Split.of(mesh), itemsize, optimizer, tuple(map(tuple, stages)), copies)
     index = np.zeros(mesh.sizes, np.int64)
     coordinates = dict(zip(mesh.axes, np.indices(mesh.sizes), strict=True))
     for axis in ("pp", "tp", "dp_shard", "ep"):
@@ -93,7 +100,7 @@ class _Split:
 
 @lru_cache(maxsize=1024)
 def _cells(
-    module: ModuleShape, split: _Split, itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...]
+    module: ModuleShape, split: _Split, itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...], copies: int
 ) -> tuple[StaticMemory, ...]:
     """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates."""
     cells: list[StaticMemory] = []
@@ -113,7 +120,11 @@ def _cells(
                 held = math.prod(shape) * (4 + own.copies) if own.whole else 2 * one
                 np.maximum(update, held * trained, out=update)
         numbers = np.stack([elements, trainable, state, largest, update], -1).reshape(-1, 5).tolist()
-        cells += [StaticMemory(n, itemsize * n, *(itemsize * each for each in rest)) for n, *rest in numbers]
+        for n, *rest in numbers:
+            held = itemsize * n
+            if copies:
+                held = (itemsize + copies * (not split.dense)) * rest[0] + copies * (n - rest[0])
+            cells.append(StaticMemory(n, held, *(itemsize * each for each in rest)))
     return tuple(cells)
 
 
@@ -144,13 +155,19 @@ def update_bytes(held: Sequence[StaticMemory], optimizer: str, implementation: s
 
 def module_memory(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> dict[int, StaticMemory]:
     """`static_memory` of a module of a graph: its mesh, its stages, the dtype of its parameters."""
-    return static_memory(shape, spec.mesh, spec.options.parameter_dtype.itemsize, optimizer, spec.splits)
+    itemsize, copies = spec.options.parameter_dtype.itemsize, _copies(spec)
+    return static_memory(shape, spec.mesh, itemsize, optimizer, spec.splits, copies)
 
 
 def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
     """Bytes that the rank holds of a module of a graph that holds most of it."""
     split, itemsize = _Split.of(spec.mesh), spec.options.parameter_dtype.itemsize
-    return max(cell.total for cell in _cells(shape, split, itemsize, optimizer, tuple(map(tuple, spec.splits))))
+    splits = tuple(map(tuple, spec.splits))
+    return max(cell.total for cell in _cells(shape, split, itemsize, optimizer, splits, _copies(spec)))
+
+
+def _copies(spec: ModuleSpec) -> int:
+    return spec.options.row_dtype.itemsize if spec.options.compute_copies else 0
 
 
 def place_weights(

@@ -26,6 +26,7 @@ class StageCost:
         activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
         forward_bytes, backward_bytes: the most that each holds beyond that at a time.
         split_bytes: kept between the two parts of a split backward beyond that.
+        input_bytes: the most that the first of these parts holds beyond both at a time.
     """
 
     forward: float
@@ -37,6 +38,7 @@ class StageCost:
     forward_bytes: int = 0
     backward_bytes: int = 0
     split_bytes: int = 0
+    input_bytes: int = 0
 
     @property
     def backward(self) -> float:

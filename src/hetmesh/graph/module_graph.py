@@ -33,6 +33,8 @@ class ModuleOptions:
         save_ops: operations of torch (`hetmesh.cost.saved_operations`).
         parameter_dtype: of the parameters, their gradients, the sums of those over ranks and the optimizer's state.
         compute_dtype: of the computation and of the rows that the module emits; None is `parameter_dtype`.
+        compute_copies: whether the module, where FSDP does not shard it, computes with copies of its parameters in
+            `compute_dtype`, and not under torch.autocast. Frozen parameters are in that dtype themselves.
         reduce_dtype: in which FSDP adds up gradients, where it keeps them whole, and sums them over ranks; None is
             `parameter_dtype`.
         sequence_parallel: whether activations between attention and MLP are split over `tp` along the tokens.
@@ -45,6 +47,7 @@ class ModuleOptions:
     save_ops: tuple[str, ...] = SAVE_OPS
     parameter_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype | None = None
+    compute_copies: bool = False
     reduce_dtype: torch.dtype | None = None
     sequence_parallel: bool = False
     cpu_offload: bool = False
@@ -87,7 +90,7 @@ class Activation:
         features: its width.
         padded: the rows are all tokens of the lane's samples, padded to the longest of them (at least one token).
             Otherwise they are counted from the rows that the module emits:
-        per_row: rows for each of those, and
+        per_row: rows for each of those, or for each `of_rows` of them, and
         per_item: rows more for each media item (a class token).
     """
 
@@ -95,6 +98,7 @@ class Activation:
     padded: bool = False
     per_row: int = 1
     per_item: int = 0
+    of_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class ModuleSpec:
             return max(1, sum(sample.tokens for sample in samples) if self.packed else len(samples) * longest)
         emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
         items = sum(sample.num_items(self.media or "") for sample in samples)
-        return self.activation.per_row * emitted + self.activation.per_item * items
+        return self.activation.per_row * emitted // self.activation.of_rows + self.activation.per_item * items
 
     @cached_property
     def lane_mesh(self) -> MeshSpec:
@@ -193,6 +197,13 @@ class ModuleSpec:
         gather their parameters from each other then, and not once per step."""
         shards = 1 if self.options.whole_in_step else self.mesh.axis_size("dp_shard")
         return shards * self.mesh.axis_size("ep")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward of its stages may come in two parts: FSDP does not let go of parameters before the
+        second, and torch.compile makes no single function of it."""
+        keeps = self.options.whole_in_step or dense_mesh(self.mesh).axis_size("dp_shard") == 1
+        return keeps and self.options.compile_backend is None
 
     def lane_of(self, rank: int) -> int | None:
         """The lane that `rank` belongs to, or None if it is not a member."""

@@ -68,6 +68,8 @@ class StageGraph:
         gradient_edges: forward edges through which a gradient flows back.
         trainable_stages: stages with a trainable parameter: those whose gradients are reduced.
         ranks: of each stage, ascending; equally many for all stages of a module.
+        splittable_stages: stages whose backward may come in two parts: both the gradient of an input and those of
+            parameters are wanted, and it can be split.
     """
 
     stages: tuple[Stage, ...]
@@ -76,6 +78,7 @@ class StageGraph:
     gradient_edges: frozenset[Edge]
     trainable_stages: frozenset[Stage]
     ranks: tuple[tuple[int, ...], ...]
+    splittable_stages: frozenset[Stage]
 
     @cached_property
     def _inputs(self) -> dict[Stage, tuple[Edge, ...]]:
@@ -138,7 +141,10 @@ def stage_graph(graph: ModuleGraph) -> StageGraph:
             reached.add(stage)
     gradient_edges = frozenset(edge for edge in edges if edge.source in reached)
     ranks = tuple(tuple(sorted(graph[s.module].stage_mesh(s.index).ranks)) for s in stages)
-    return StageGraph(tuple(stages), tuple(edges), frozenset(reached), gradient_edges, frozenset(trainable), ranks)
+    wanted = trainable & {edge.destination for edge in gradient_edges}
+    splittable = frozenset(stage for stage in wanted if graph[stage.module].splits_backward)
+    sets = frozenset(reached), gradient_edges, frozenset(trainable)
+    return StageGraph(tuple(stages), tuple(edges), *sets, ranks, splittable)
 
 
 def _frozen(graph: ModuleGraph, stage: Stage) -> bool:

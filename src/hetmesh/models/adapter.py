@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Abilities:
     Attributes:
         activation: pipeline stages: what passes between its layers.
         first_layers: FQNs of layers that stay together in the first stage.
+        last_layers: FQNs of layers that stay together in the last stage.
+        find_stages: where it takes seconds to find them: gives `activation` and the layers at the ends, or `reasons`.
+        stage_batch: for an encoder whose later stages read something, too: what, from the metadata of samples.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         token_gathered: patterns of the parts within these that read all tokens, although tensor parallelism leaves them
             whole.
@@ -65,6 +68,9 @@ class Abilities:
 
     activation: Activation | None = None
     first_layers: tuple[str, ...] = ()
+    last_layers: tuple[str, ...] = ()
+    find_stages: Callable[[], Mapping[str, Any]] | None = None
+    stage_batch: Callable[[Sequence[SampleMeta]], dict[str, Tensor]] | None = None
     token_sharded: tuple[str, ...] = ()
     token_gathered: tuple[str, ...] = ()
     splits_tokens: bool = False
@@ -83,6 +89,10 @@ class Abilities:
     gathered_whole: bool = False
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def with_stages(self) -> Abilities:
+        """The same with all that it says of pipeline stages."""
+        return self if self.find_stages is None else replace(self, find_stages=None, **self.find_stages())
 
     def because(self, ability: str) -> str:
         """The reason why `ability` is absent, to be appended to a refusal; empty if none is known."""

@@ -18,6 +18,7 @@ from hetmesh.graph.module_graph import DEFAULT, ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.compile import apply_compile
+from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.experts.routed_tokens import routed_tokens
 from hetmesh.parallel.experts.shard_experts import apply_expert_parallel, apply_expert_sharding
@@ -54,16 +55,22 @@ class AdaptedModule(nn.Module):
         compute_dtype: of its computation and of the rows that it emits; incoming rows are brought to it.
         autocast: the device type whose torch.autocast brings the computation to it, where the parameters are of another
             dtype and FSDP does not cast them.
+        copies: with which it computes instead.
     """
 
     def __init__(
-        self, adapter: ParallelAdapter, module: nn.Module, compute_dtype: torch.dtype, autocast: str | None = None
+        self,
+        adapter: ParallelAdapter,
+        module: nn.Module,
+        compute_dtype: torch.dtype,
+        autocast: str | None = None,
+        copies: ComputeCopies | None = None,
     ) -> None:
         super().__init__()
         self.adapter = adapter
         self.module = module
         self.compute_dtype = compute_dtype
-        self.autocast = autocast
+        self.autocast, self.copies = autocast, copies
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
         """`adapter.forward`."""
@@ -71,7 +78,8 @@ class AdaptedModule(nn.Module):
             tokens.note(batch)
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
         casts = torch.autocast(self.autocast, self.compute_dtype) if self.autocast else nullcontext()
-        with casts, sharded_forward(isinstance(self, FSDPModule)):
+        halves = nullcontext() if self.copies is None else self.copies.forward()
+        with casts, halves, sharded_forward(isinstance(self, FSDPModule)):
             output = self.adapter.forward(self.module, batch, inputs)
         if isinstance(output, Tensor):
             return output.to(self.compute_dtype)
@@ -99,7 +107,8 @@ class ParallelModule:
         tied: FQNs of the parameters that several layers of the whole module share.
         vocabulary: how the logits lie over the ranks of `tp`; None: each has all of them.
         used: per entry of `stages` whose forwards may use only some parameters: which were used (`fill_unused`).
-        whole: per entry of `stages` of which FSDP keeps parameters whole during a step: what to tell of steps.
+        whole: per entry of `stages` of which FSDP keeps parameters whole during a step, or that computes with copies:
+            what to tell of steps.
     """
 
     module: nn.Module
@@ -110,7 +119,7 @@ class ParallelModule:
     tied: frozenset[str] = frozenset()
     vocabulary: VocabularyShards | None = None
     used: Mapping[int, set[int]] = field(default_factory=dict)
-    whole: Mapping[int, WholeInStep] = field(default_factory=dict)
+    whole: Mapping[int, WholeInStep | ComputeCopies] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parameters_of(0)  # cached before any forward, while FSDP has its shards in place
@@ -201,16 +210,17 @@ def parallelize(
     sharded = bool(fully_shard_axes(spec))
     dtype = next((p.dtype for p in module.parameters()), options.parameter_dtype)
     compute_dtype = options.compute_dtype or dtype
-    casts = compute_dtype != dtype and not sharded
+    casts = compute_dtype != dtype and not sharded and not options.compute_copies
     layers = blocks(module, map(module.get_submodule, adapter.layers()))
     apply_activation_checkpoint(layers, options.activation_checkpoint, options.save_ops)
     if options.compile_backend is not None:
         apply_compile(layers, options.compile_backend, device_mesh.device_type)
     views = [module] if runs is None else [view(module, adapter.layers(), run) for run in runs]
     autocast = device_mesh.device_type if casts else None
-    stages = tuple(AdaptedModule(adapter, part, compute_dtype, autocast) for part in views)
+    copies = ComputeCopies(module, compute_dtype) if options.compute_copies and not sharded else None
+    stages = tuple(AdaptedModule(adapter, part, compute_dtype, autocast, copies) for part in views)
     used: dict[int, set[int]] = {}
-    whole: dict[int, WholeInStep] = {}
+    whole: dict[int, WholeInStep | ComputeCopies] = {} if copies is None else dict.fromkeys(range(len(stages)), copies)
     for i, stage in enumerate(stages if sharded else ()):
         held = set(stage.modules())
         apply_expert_sharding(stage, device_mesh, fully_shard_arguments(stage, options, device_mesh.device_type))

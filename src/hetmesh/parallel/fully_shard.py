@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hetmesh._torch_compat import REENTRANT, finish_fsdp_backward, fsdp_groups, graph_nodes
+from hetmesh._torch_compat import REENTRANT, finish_fsdp_backward, fsdp_groups, graph_nodes, sum_in_reduce_dtype
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.parallel.gradient_axes import fully_shard_axes
@@ -64,8 +64,10 @@ def fully_shard_arguments(root: nn.Module, options: ModuleOptions, device_type: 
     """The arguments of torch's `fully_shard` for a block inside `root`, but for its mesh."""
     arguments: dict[str, Any] = {"reshard_after_forward": options.reshard_after_forward != "never"}
     if options.compute_dtype is not None:
-        reduced = options.reduce_dtype or next(root.parameters()).dtype
-        arguments["mp_policy"] = MixedPrecisionPolicy(options.compute_dtype, reduce_dtype=reduced)
+        trained = next((p.dtype for p in root.parameters() if p.requires_grad), options.parameter_dtype)
+        arguments["mp_policy"] = MixedPrecisionPolicy(
+            options.compute_dtype, reduce_dtype=options.reduce_dtype or trained
+        )
     if options.cpu_offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device_type != "cpu")
     return arguments
@@ -97,16 +99,19 @@ class WholeInStep:
         self._reduce(False)
 
     @contextmanager
-    def action(self) -> Iterator[None]:
-        """The body is the next of them."""
+    def action(self, weights: bool = False) -> Iterator[None]:
+        """The body is the next of them. `weights`: the second part of a split backward, which enters no module: what
+        it adds to gradients is summed, or brought into the dtype of the sums, when it is over."""
         self.left -= 1
-        if self.left:
-            yield
-            return
-        self._reduce(True)
+        if not self.left:
+            sum_in_reduce_dtype(self.root)
+            self._reduce(not weights)
         yield
-        # Where the last action had a backward this finds nothing to do, unless that entered no part of the root.
-        finish_fsdp_backward(self.root)
+        if not self.left:
+            self._reduce(True)
+        if weights or not self.left:
+            # Where the last action had a backward this finds nothing to do, unless that entered no part of the root.
+            finish_fsdp_backward(self.root)
 
     def abandon(self) -> None:
         """The step ended in the middle."""

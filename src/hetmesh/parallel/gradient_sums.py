@@ -42,7 +42,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write `value` (any shape with as many elements) into the local part of the gradient; makes it if it is None."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     gradient = local_gradient(parameter)
     assert gradient is not None
     gradient.copy_(value.view_as(gradient))
@@ -81,7 +81,7 @@ def make_missing(parameters: Sequence[nn.Parameter]) -> None:
     """Give a gradient of zeros to each of `parameters` that has none."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
 
 def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Callable[[], None]:

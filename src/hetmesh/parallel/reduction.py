@@ -210,7 +210,10 @@ def sum_tied_parameters(copies: Sequence[TiedParameter], world: World) -> None:
     """Give both copies the sum of their gradients. Called when the gradients are summed over lanes."""
     for copy in sorted(copies, key=lambda copy: copy.name):
         gradient = local_gradient(copy.parameter)
-        total = torch.zeros_like(local_part(copy.parameter)) if gradient is None else gradient.clone()
+        if gradient is None:
+            total = torch.zeros_like(local_part(copy.parameter), dtype=copy.parameter.grad_dtype)
+        else:
+            total = gradient.clone()
         with world.waiting(f"gradient of {copy.name}, which two pipeline stages hold"):
             dist.all_reduce(total, group=copy.group)
         set_local_gradient(copy.parameter, total)

@@ -60,7 +60,8 @@ def reshard_variants(plan: LayoutPlan) -> Iterator[LayoutPlan]:
         others = [replace(own, reshard=way) for way in ways if way != own.reshard and own.degree("dp_shard") > 1]
         each.append([own, *others])
     for modules in zip(*each, strict=False) if plan.placement == "homogeneous" else itertools.product(*each):
-        yield replace(plan, modules=dict(zip(plan.modules, modules, strict=True)))
+        if can_run(way := replace(plan, modules=dict(zip(plan.modules, modules, strict=True)))):
+            yield way
 
 
 def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> list[int]:
@@ -219,16 +220,16 @@ def with_schedules(problem: Problem, placement: str, choices: Iterable[dict[str,
 
 
 def can_run(plan: LayoutPlan) -> bool:
-    """Whether a recipe may say so: zero_bubble splits backwards, of which neither FSDP nor what is computed again may
-    be part, bubble_fill needs an encoder on the ranks of the LLM, and so do shares of microbatches, one for each of its
-    lanes there. Modules of one layout are homogeneous, not colocated."""
+    """Whether a recipe may say so: zero_bubble splits backwards, for which pipelines must keep their parameters,
+    bubble_fill needs an encoder on the ranks of the LLM, and so do shares of microbatches, one for each of its lanes
+    there. Modules of one layout are homogeneous, not colocated."""
     if plan.placement == "colocated" and len({own.degrees for own in plan.modules.values()}) == 1:
         return False
     if any(len(own) != encoder_pipelines(plan, name) for name, own in plan.shares.items()):
         return False
     if plan.schedule == "zero_bubble":
-        modules = plan.modules.values()
-        return all(own.degree("dp_shard") == 1 and own.activation_checkpoint == "none" for own in modules)
+        pipelines = (own for own in plan.modules.values() if own.degree("pp") > 1 and own.degree("dp_shard") > 1)
+        return all(own.reshard_after_forward == "never" for own in pipelines)
     return plan.schedule != "bubble_fill" or (len(plan.modules) > 1 and plan.placement != "disjoint")
 
 

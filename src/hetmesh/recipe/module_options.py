@@ -26,12 +26,14 @@ def module_options(recipe: Recipe, name: str) -> ModuleOptions:
     """How module `name` runs."""
     own, training, layout = recipe.modules[name], recipe.training, layout_table(recipe, name)
     computes = own.mixed_precision_param or training.mixed_precision_param
+    halves = training.dtype == "bfloat16"
     return ModuleOptions(
         reshard_after_forward=reshard_in_pipeline(layout.fsdp_reshard_after_forward, layout.pipeline_parallel_degree),
         activation_checkpoint=own.activation_checkpoint or recipe.activation_checkpoint.mode,
         save_ops=recipe.activation_checkpoint.save_ops or SAVE_OPS,
-        parameter_dtype=DTYPES[training.dtype],
-        compute_dtype=DTYPES[computes] if computes == "bfloat16" else None,
+        parameter_dtype=DTYPES["float32" if halves else training.dtype],
+        compute_dtype=DTYPES["bfloat16"] if halves or computes == "bfloat16" else None,
+        compute_copies=halves,
         reduce_dtype=DTYPES["bfloat16"] if training.mixed_precision_reduce == "bfloat16" else None,
         sequence_parallel=splits_tokens(recipe, name),
         cpu_offload=training.enable_cpu_offload,

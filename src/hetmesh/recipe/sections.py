@@ -217,7 +217,8 @@ class Training(Section):
     on_non_finite: Literal["stop", "skip"] = "stop"  # a step whose loss or gradient is not finite: end, or leave it out
     max_consecutive_non_finite: Size = 10  # such steps in a row that "skip" leaves out; one more ends the run
     steps: Size = 10_000
-    dtype: Literal["float32", "float64"] = "float32"  # of parameters, gradients and optimizer state
+    # of parameters, gradients and optimizer state; bfloat16: parameters, of which the optimizer has fp32 copies
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     mixed_precision_param: ComputeDtype = "float32"  # bfloat16: compute in it, and send rows in it
     mixed_precision_reduce: ComputeDtype = "float32"  # in what FSDP sums gradients; all else is summed in float32
     enable_cpu_offload: bool = False  # the shards of FSDP modules, their gradients and optimizer state
@@ -254,8 +255,8 @@ class ParamGroup(Section):
 class Optimizer(NamesCode):
     """`[optimizer]`: a class of torch.optim, or any other subclass of torch.optim.Optimizer, and its arguments.
 
-    `options` are keyword arguments of a class that is named by its module. It gets `lr`, and `weight_decay` if it takes
-    that; beta1, beta2, eps and implementation are of AdamW, Adam and SGD.
+    `options` are its further keyword arguments. A class that is named by its module gets `lr`, and `weight_decay` if it
+    takes that; beta1, beta2, eps and implementation are of AdamW, Adam and SGD.
     """
 
     name: OptimizerName = "AdamW"  # "AdamW", "Adam", "SGD" or "package.module:Class"

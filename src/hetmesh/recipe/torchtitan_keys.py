@@ -278,7 +278,6 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "activation_checkpoint.mode": {
         "memory_budget": "write 'selective' (all but matrix products and attention) or 'full'"
     },
-    "training.dtype": {"bfloat16": "write mixed_precision_param = 'bfloat16'; parameters stay in float32"},
 }
 """Values of torchtitan's, of keys that are fields here -> what to write instead."""
 
@@ -297,8 +296,10 @@ ELSEWHERE: Mapping[str, str] = {
 def differing_defaults(recipe: Recipe) -> list[str]:
     """`"training.mixed_precision_param = 'float32' (torchtitan: 'bfloat16')"` for each key that the recipe leaves out,
     has an effect in it, and means something else to torchtitan (0.2.2 and 0.3.0)."""
+    halves = recipe.training.dtype == "bfloat16"
     found = [
-        _said("training", recipe.training, "mixed_precision_param", "bfloat16"),
+        "training.dtype = 'bfloat16' with fp32 copies in the optimizer (torchtitan: without)" if halves else "",
+        "" if halves else _said("training", recipe.training, "mixed_precision_param", "bfloat16"),
         _said("activation_checkpoint", recipe.activation_checkpoint, "mode", "selective"),
         _said("lr_scheduler", recipe.lr_scheduler, "warmup_steps", 200),
     ]

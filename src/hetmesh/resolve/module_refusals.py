@@ -95,18 +95,14 @@ def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) ->
 
 
 def _zero_bubble(recipe: Recipe, name: str, refusals: Refusals) -> None:
-    """What a backward in two parts cannot be combined with."""
-    written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
-    key = f'parallelism.{written} = "zero_bubble" splits the backward'
-    if (degree := dense_mesh(recipe.wiring.meshes[name]).axis_size("dp_shard")) > 1:
+    """What the stages of a pipeline cannot be combined with whose backward is split in two."""
+    mesh, reshard = recipe.wiring.meshes[name], module_options(recipe, name).reshard_after_forward
+    if mesh.axis_size("pp") > 1 and dense_mesh(mesh).axis_size("dp_shard") > 1 and reshard != "never":
+        written = "bubble_fill_schedule" if recipe.fills_bubbles else "pipeline_parallel_schedule"
         refusals.add(
-            f"{key}, of which FSDP learns nothing: module {name!r} has a data_parallel_shard_degree of "
-            f"{degree}; make it 1, or take the schedule 1f1b or interleaved"
-        )
-    if module_options(recipe, name).activation_checkpoint != "none":
-        refusals.add(
-            f"{key}, and module {name!r} would be computed again for each part: set its activation_checkpoint to "
-            "'none', or take the schedule 1f1b or interleaved"
+            f'parallelism.{name}.fsdp_reshard_after_forward = "{reshard}": {written} = "zero_bubble" puts off '
+            'gradients of weights, which would then be gone; valid are "never" and "default", or the schedule 1f1b or '
+            "interleaved"
         )
 
 

@@ -26,7 +26,8 @@ from hetmesh.models import (
 from hetmesh.models.module_shape import check_batch_statistics, module_shape
 from hetmesh.models.weights.fill_module import draw_weights, materialize
 from hetmesh.models.weights.lora import is_adapter
-from hetmesh.recipe.module_options import DTYPES
+from hetmesh.parallel.compute_copies import cast_parameters
+from hetmesh.recipe.module_options import module_options
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.optimizer_choice import with_optimizer_needs
 
@@ -41,7 +42,8 @@ def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool 
     Args:
         empty: only LoRA adapters have values; the other weights come from elsewhere, as with an `initial_load_path`.
     """
-    options, seed, dtype = recipe.modules[name], recipe.debug.seed, DTYPES[recipe.training.dtype]
+    options, seed, how = recipe.modules[name], recipe.debug.seed, module_options(recipe, name)
+    dtype = how.parameter_dtype
     if empty or options.initial_load_path is not None:
         deferred = DeferredModule(build_empty(adapter, dtype))
     else:
@@ -55,6 +57,8 @@ def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool 
         module.requires_grad_(False)
     elif not isinstance(options.trainable, bool):
         freeze_by_name(module, options.trainable, f"modules.{name}.trainable")
+    if how.compute_copies and how.compute_dtype is not None:
+        cast_parameters((p for p in module.parameters() if not p.requires_grad), how.compute_dtype)
     return deferred
 
 

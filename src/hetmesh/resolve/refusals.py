@@ -119,9 +119,10 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
     training, compiled = recipe.training, recipe.compile
     tables = {"training": training} | {f"modules.{name}": module for name, module in recipe.modules.items()}
     for table, keys in tables.items():
-        if training.dtype != "float32" and keys.mixed_precision_param == "bfloat16":
+        given = keys.mixed_precision_param if "mixed_precision_param" in keys.model_fields_set else None
+        if given == {"float64": "bfloat16", "bfloat16": "float32"}.get(training.dtype, ""):
             refusals.add(
-                f"{table}.mixed_precision_param = 'bfloat16' needs training.dtype = 'float32', got {training.dtype!r}"
+                f"{table}.mixed_precision_param = {given!r} needs training.dtype = 'float32', got {training.dtype!r}"
             )
     sharded = [n for n, mesh in recipe.wiring.meshes.items() if dense_mesh(mesh).axis_size("dp_shard") > 1]
     computes = {recipe.modules[name].mixed_precision_param or training.mixed_precision_param for name in sharded}

@@ -44,10 +44,13 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")
     if owner != name:  # it takes the mesh of its consumer's first stage, and is not split
         return Splits()
-    given, abilities, layers = table.module_fqns_per_model_part, adapter.abilities, adapter.layers()
+    given, layers = table.module_fqns_per_model_part, adapter.layers()
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
     whole = isinstance(adapter, UserAdapter) and options.sequence_parallel and name == recipe.sink
-    if not cut and (abilities.activation is None or not is_sliced(recipe, name) or whole):
+    if not cut and (not is_sliced(recipe, name) or whole):
+        return Splits()
+    abilities = adapter.abilities.with_stages()
+    if not cut and abilities.activation is None:
         return Splits()
     if whole:
         raise RecipeError(
@@ -66,7 +69,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
     if given is not None:
         runs = tuple(map(tuple, given))
     else:
-        units = len(layers) - max(len(abilities.first_layers) - 1, 0)
+        units = len(layers) - sum(max(len(ends) - 1, 0) for ends in (abilities.first_layers, abilities.last_layers))
         count = pp * _stages_per_rank(recipe, name, shapes, units, pp)
         if count == 1:
             return Splits()
@@ -81,12 +84,12 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
             upstream_trainable=any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name)),
             recomputed=options.activation_checkpoint == "full",
             together=abilities.first_layers,
+            ending=abilities.last_layers,
             work=TYPICAL,
         )
-    if runs and not set(abilities.first_layers) <= set(runs[0]):
-        raise RecipeError(
-            f"{key}.module_fqns_per_model_part: the first stage must hold all of {list(abilities.first_layers)}"
-        )
+    for which, ends, run in (("first", abilities.first_layers, 0), ("last", abilities.last_layers, -1)):
+        if runs and not set(ends) <= set(runs[run]):
+            raise RecipeError(f"{key}.module_fqns_per_model_part: the {which} stage must hold all of {list(ends)}")
     return Splits(runs, abilities.activation, frozen)
 
 
@@ -105,8 +108,8 @@ def reason_not_sliced(recipe: Recipe, name: str, adapter: Adapter, shapes: Shape
         return "it has no table in [parallelism]"
     if not is_sliced(recipe, name):
         return f"it shares no ranks with {recipe.sink!r}"
-    if adapter.abilities.activation is None:
-        return f"a {recipe.modules[name].model} cannot be cut{adapter.abilities.because('activation')}"
+    if (abilities := adapter.abilities.with_stages()).activation is None:
+        return f"a {recipe.modules[name].model} cannot be cut{abilities.because('activation')}"
     for key in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
         if getattr(table, key) is not None:
             return f"parallelism.{name}.{key} cuts it"

@@ -82,6 +82,8 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:
         useless.append("compile.components: the loss is not compiled")
+    if recipe.sink_schedule == "zero_bubble" and recipe.compile.enable and "model" in recipe.compile.components:
+        useless.append("zero_bubble: torch.compile makes one function of a backward, so it stays whole, as under 1f1b")
     if useless:
         yield "note: taken, but without effect:"
         yield from (f"  {line}" for line in useless)

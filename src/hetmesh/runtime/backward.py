@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from hetmesh._torch_compat import REENTRANT, graph_nodes, split_backward
+from hetmesh._torch_compat import REENTRANT, split_backward
+from hetmesh.parallel.activation_checkpoint import keeping
 
 
 def backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -45,23 +47,28 @@ class SplitBackward:
         # An output that depends on nothing trained (a side output of a frozen layer) has no backward.
         pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
         outputs, gradients = [out for out, _ in pairs], [gradient for _, gradient in pairs]
-        if not outputs or uses_twice(outputs, self.parameters) or not all(_depends(out, leaves) for out in outputs):
+        torchs = split_backward()
+        # per node those that read it, and the nodes on the way from leaves
+        readers = torchs.construct_reverse_graph([out.grad_fn for out in outputs if out.grad_fn is not None])
+        passed, _ = torchs.reverse_closure([get_gradient_edge(leaf).node for leaf in leaves], set(), readers)
+        if uses_twice(outputs, self.parameters) or not (outputs and all(out.grad_fn in passed for out in outputs)):
             backward(outputs, gradients)
             self.parameters = []
             return
         output_gradients = [gradient for gradient in gradients if gradient is not None] or None  # none for a loss
         # torch detaches outputs in place, to free what only the input part needed; views cannot be detached in place
         detachable = [out.clone() if out._is_view() else out for out in outputs]
-        input_part, _ = split_backward()
-        _, self.groups = input_part(detachable, output_gradients, list(leaves), iter(self.parameters))
+        with keeping(_nodes_of_weights(passed, readers)):
+            _, self.groups = torchs.stage_backward_input(
+                detachable, output_gradients, list(leaves), iter(self.parameters)
+            )
         _materialise_gradients(leaves)
 
     def weight_part(self) -> None:
         """Add the gradients of the parameters to their `.grad`."""
         if not self.parameters:
             return
-        _, weight_part = split_backward()
-        weight_part(iter(self.parameters), self.groups)
+        split_backward().stage_backward_weight(iter(self.parameters), self.groups)
         _materialise_gradients(self.parameters)
         self.groups = []
 
@@ -73,11 +80,12 @@ def _materialise_gradients(tensors: Sequence[Tensor]) -> None:
             tensor.grad = tensor.grad.contiguous()
 
 
-def _depends(output: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Whether `output` has no autograd graph, or one that reaches one of `leaves`."""
-    targets = set(map(id, leaves))
-    reached = (id(getattr(node, "variable", None)) in targets for node in graph_nodes([output.grad_fn]))
-    return not output.requires_grad or any(reached)
+def _nodes_of_weights(passed: set[Any], readers: Mapping[Any, Sequence[Any]]) -> set[Any]:
+    """Of the nodes on the way from leaves those that also read a parameter, or what was made of parameters alone: they
+    run in both parts. All of them where several read the same of the latter: the weights' part then passes others."""
+    if any(len(set(each)) > 1 for node, each in readers.items() if node not in passed):
+        return passed
+    return {node for before, each in readers.items() if before not in passed for node in each}
 
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:

@@ -20,6 +20,7 @@ from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
 from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel import Reduction
+from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.parallel.random_state import random_place
 from hetmesh.runtime.batches_ahead import LoadBatch
@@ -73,7 +74,7 @@ class Runtime:
         transport: str = "auto",
         seed: int = 0,
         finish: Callable[[], None] | None = None,
-        whole: Mapping[Stage, WholeInStep] = MappingProxyType({}),
+        whole: Mapping[Stage, WholeInStep | ComputeCopies] = MappingProxyType({}),
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
         self.reducers, self.loss, self.transport = reducers, loss, transport

@@ -17,6 +17,7 @@ from hetmesh.boundary import Exchange, Label
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel import local_part
+from hetmesh.parallel.activation_checkpoint import backward_in_two_parts
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
@@ -59,6 +60,9 @@ class StepRunner:
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
         self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
+        of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
+        for stage, whole in runtime.whole.items():
+            whole.begin(of_stages[stage])
         # A recorded step shows its actions one after another.
         side = None if runtime.recording is not None else runtime.beside
         self.streams = StageStreams(accelerator, schedule, rank, side)
@@ -76,9 +80,6 @@ class StepRunner:
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
-        of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
-        for stage, whole in runtime.whole.items():
-            whole.begin(of_stages[stage])
 
     def execute(self, action: Action) -> None:
         """Run one action in which this rank takes part, of any kind but REDUCE."""
@@ -87,7 +88,7 @@ class StepRunner:
             (self._send if action.kind is Kind.SEND else self._receive)(action.route)
             return
         whole = self.runtime.whole.get(target)
-        with nullcontext() if whole is None else whole.action():
+        with nullcontext() if whole is None else whole.action(action.kind is Kind.BACKWARD_WEIGHT):
             if action.kind is Kind.FORWARD:
                 self._forward(target, m)
             elif action.kind is Kind.BACKWARD:
@@ -104,7 +105,8 @@ class StepRunner:
 
         def compute() -> Outputs:
             # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
-            with torch.set_grad_enabled(schedule.training and stage in stages.backward_stages), self._offloading(stage):
+            needed, split = schedule.training and stage in stages.backward_stages, stage in schedule.split
+            with torch.set_grad_enabled(needed), self._offloading(stage), backward_in_two_parts(split):
                 return self._run(stage, m, batch, inputs)
 
         if stage in schedule.recompute and schedule.training:

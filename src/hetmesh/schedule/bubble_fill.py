@@ -16,7 +16,7 @@ from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.list_schedule import Durations, SetDurations, nominal
 from hetmesh.schedule.one_f_one_b import by_caps
-from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, Action, Kind, PolicyOptions, Schedule, schedule_of, splittable
+from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, Action, Kind, PolicyOptions, Schedule, schedule_of
 
 Score = Callable[[Schedule], float]
 """What a schedule takes, in any unit."""
@@ -147,12 +147,13 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     def inside(edges: Iterable[Edge]) -> tuple[Edge, ...]:
         return tuple(edge for edge in edges if edge.source in own and edge.destination in own)
 
-    backward, trainable = stages.backward_stages & frozenset(own), stages.trainable_stages & frozenset(own)
+    wanted = stages.backward_stages, stages.trainable_stages, stages.splittable_stages
+    backward, trainable, splittable = (some & frozenset(own) for some in wanted)
     gradient_edges, ranks = frozenset(inside(stages.gradient_edges)), tuple(map(stages.ranks_of, own))
-    alone = StageGraph(own, inside(stages.edges), backward, gradient_edges, trainable, ranks)
+    alone = StageGraph(own, inside(stages.edges), backward, gradient_edges, trainable, ranks, splittable)
     if options.inner == "interleaved":
         return interleaved(alone, routes.count(module), training, options)
-    split = splittable(stages) & frozenset(own) if training and options.inner == "zero_bubble" else NO_STAGES
+    split = splittable if training and options.inner == "zero_bubble" else NO_STAGES
     return by_caps(alone, Routes.of(alone, routes.count(module)), training, split)
 
 

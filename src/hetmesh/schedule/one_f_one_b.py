@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from hetmesh.graph import Routes, Stage, StageGraph
 from hetmesh.schedule.list_schedule import capped_stages, caps_by_distance, list_schedule, nominal
-from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, PolicyOptions, Schedule, schedule_of, splittable
+from hetmesh.schedule.schedule import DEFAULT, NO_STAGES, PolicyOptions, Schedule, schedule_of
 from hetmesh.schedule.sequential import one_by_one
 
 
@@ -32,9 +32,11 @@ def zero_bubble(
 
     Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), ZB-H1, over the module DAG. Only stages that
     need the gradients of both an input and parameters are split: a frozen stage has nothing to defer, and nobody waits
-    for a stage without anything trainable before it.
+    for a stage without anything trainable before it. Nor are those that cannot be split
+    (`ModuleSpec.splits_backward`).
     """
-    return by_caps(stages, Routes.of(stages, microbatches), training, splittable(stages) if training else NO_STAGES)
+    split = stages.splittable_stages if training else NO_STAGES
+    return by_caps(stages, Routes.of(stages, microbatches), training, split)
 
 
 def by_caps(stages: StageGraph, routes: Routes, training: bool, split: frozenset[Stage] = NO_STAGES) -> Schedule:

@@ -151,12 +151,6 @@ def backward_kinds(stage: Stage, stages: StageGraph, split: frozenset[Stage] = N
     return (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if stage in split else (Kind.BACKWARD,)
 
 
-def splittable(stages: StageGraph) -> frozenset[Stage]:
-    """The stages whose backward has two parts: both the gradient of an input and those of parameters are wanted."""
-    wanted = {edge.destination for edge in stages.gradient_edges}
-    return stages.trainable_stages & wanted
-
-
 def required(
     stages: StageGraph, routes: Routes, training: bool = True, split: frozenset[Stage] = NO_STAGES
 ) -> Iterator[Action]:

@@ -22,10 +22,10 @@ from hetmesh.errors import HetmeshError
 
 PARTS = (
     *("forward", "backward_input", "backward_weight", "recompute", "sums_forward", "sums_backward"),
-    *("kept", "kept_by_split", "forward_bytes", "backward_bytes"),
+    *("kept", "kept_by_split", "forward_bytes", "backward_bytes", "input_bytes"),
 )
 """Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums and the exchange between experts,
-and bytes of activations; the last two are of a moment, of which a stage has the largest and not the sum."""
+and bytes of activations; the last three are of a moment, of which a stage has the largest and not the sum."""
 
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
@@ -106,13 +106,15 @@ class LayerCosts:
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
         flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
-        forward = forward_bytes(*size, recompute=how.recompute, **flags)
-        flags["sequence_parallel"] = how.sequence_parallel
+        flags |= {"recompute": how.recompute}
+        forward = forward_bytes(*size, **flags)
+        flags |= {"sequence_parallel": how.sequence_parallel}
         split = split_bytes(*size, **flags)
-        flags |= {"recompute": how.recompute, "saved": how.saved, "compiled": how.compiled}
+        flags |= {"saved": how.saved, "compiled": how.compiled}
         kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        return np.array([*parts, sums.forward, sums.backward + recomputed, kept, split, forward, backward])
+        sizes = kept, split, forward, backward, backward - split
+        return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

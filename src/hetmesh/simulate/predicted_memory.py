@@ -217,9 +217,10 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
     receive buffer lives from the SEND, at whose place it is posted, to the end of what reads it; where a microbatch is
     fed by several, their rows are there twice for the moment in which they are put together. Gradients are there from a
     stage's first backward on, what is packed to be summed from its REDUCE on. Between the parts of a split backward
-    activations stay, and gradients of what has weights join them. Where FSDP keeps parameters whole during a step, they
-    are there from the stage's first action to its last, and whole gradients from its first backward on: the last one
-    makes shards of them. The optimizer's step comes last, with nothing beside it but what is static.
+    activations stay, and gradients of what has weights join them, with what it reads where that was computed again.
+    Where FSDP keeps parameters whole during a step, they are there from the stage's first action to its last, and whole
+    gradients from its first backward on: the last one makes shards of them. The optimizer's step comes last, with
+    nothing beside it but what is static.
     """
     count, table, facts = columns.most, columns.stage_tracks, StageFacts(schedule, costs, columns)
     static = list(columns.static_bytes)
@@ -323,9 +324,9 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
                 join(target, joined[at, False], ROWS)
             if facts.recompute[target]:
                 add(target, size, ACTIVATIONS)
-            compute(target, facts.backward_bytes[at])
-        if kind == BACKWARD_INPUT:
-            add(target, facts.split_bytes[at], ACTIVATIONS)
+            if kind == BACKWARD_INPUT:
+                add(target, facts.split_bytes[at], ACTIVATIONS)
+            compute(target, (facts.input_bytes if kind == BACKWARD_INPUT else facts.backward_bytes)[at])
         if kind in (BACKWARD, BACKWARD_WEIGHT):
             add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size), ACTIVATIONS)
             add(target, -inputs[at], ROWS)

@@ -22,7 +22,7 @@ from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
-_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, _MOMENT, _MOMENT_BACK = range(len(PARTS))
+_FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS = range(len(PARTS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class StageCosts:
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-        parts[:, [_MOMENT, _MOMENT_BACK]] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
+        parts[:, _MOMENTS] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -141,7 +141,7 @@ class StageCosts:
 
     def _cost(self, parts: np.ndarray, most: np.ndarray, *, first: bool) -> StageCost:
         """From the parts of the rank that takes longest, and bytes of the rank that holds most."""
-        values, (kept, split, moment, moment_back) = parts.tolist(), map(round, most.tolist())
+        values, (kept, split, moment, moment_back, moment_input) = parts.tolist(), map(round, most.tolist())
         ahead = values[_SUMS] + (0.0 if first or self.options.whole_in_step else self.gather)
         forward = values[_FORWARD] + ahead
         if not self.backward:
@@ -153,9 +153,8 @@ class StageCosts:
         weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
         # whole gradients of a block are all there when what it kept is gone
         bytes_back = max(moment_back, self._scattering) + self._gathering
-        return StageCost(
-            forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, split if self.fed else 0
-        )
+        of_parts = (split, moment_input) if self.fed else (0, 0)
+        return StageCost(forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, *of_parts)
 
     def parts(self, ranks: Sequence[RankWork], cost: StageCost) -> StageParts:
         """What the actions of one microbatch consist of on the rank that takes longest.
@@ -193,7 +192,7 @@ class StageCosts:
             self.backward and (self.recompute or mode != "none"),
             group,
             self.options.sequence_parallel and len(group) > 1,
-            dtype != self.options.parameter_dtype and self._size("dp_shard") == 1,
+            dtype != self.options.parameter_dtype and self._size("dp_shard") == 1 and not self.options.compute_copies,
             self._experts_group("ep"),
             self.options.compile_backend == "inductor" and block,
             saved,
@@ -208,10 +207,11 @@ class StageCosts:
 
     @cached_property
     def _moments(self) -> np.ndarray:
-        """float64 [4, 2, kinds of layers]: coefficients of what each holds for a moment, forward and backward."""
+        """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
+        input's part of a backward beyond what is left of that."""
         different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
-        each = [self.module.layers.of(kind, how)[:, [_MOMENT, _MOMENT_BACK]] for kind, how in different]
-        return np.stack(each, axis=-1) if each else np.zeros((4, 2, 0))
+        each = [self.module.layers.of(kind, how)[:, _MOMENTS] for kind, how in different]
+        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0))
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.

@@ -16,7 +16,7 @@ class StageFacts:
         readers: how many forwards, by edge, read the rows of a cell.
         forwards: per stage, how many there are.
         fixed: per stage, what it holds whatever the microbatches.
-        forward_bytes, backward_bytes, split_bytes: of cells, see `StageCost`.
+        forward_bytes, backward_bytes, split_bytes, input_bytes: of cells, see `StageCost`.
         joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
     """
 
@@ -29,12 +29,12 @@ class StageFacts:
         self.fixed = [costs.stage_bytes.get(stage, StageBytes()) for stage in stages]
         index = {stage: i for i, stage in enumerate(stages)}
         cells = len(stages) * count
-        self.forward_bytes, self.backward_bytes, self.split_bytes = ([0] * cells for _ in range(3))
+        self.forward_bytes, self.backward_bytes, self.split_bytes, self.input_bytes = ([0] * cells for _ in range(4))
         for (stage, m), cost in costs.stages.items():
             if stage in index and m < count:
                 at = index[stage] * count + m
                 self.forward_bytes[at], self.backward_bytes[at] = cost.forward_bytes, cost.backward_bytes
-                self.split_bytes[at] = cost.split_bytes
+                self.split_bytes[at], self.input_bytes[at] = cost.split_bytes, cost.input_bytes
         self.forwards = [0] * len(stages)
         for kind, target in zip(columns.kinds, columns.targets, strict=True):
             if kind == FORWARD:

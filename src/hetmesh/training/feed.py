@@ -60,15 +60,21 @@ class Feed:
         module, source = stage.module, self.loader.source
         spec = self.plan.graph[module]
         if not self._reads(spec, stage.index):
-            return {}  # rows or activations only
-        lane = spec.lane_of(self.rank)
-        assert lane is not None
-        indices = self.plan.samples_of(module, microbatch, lane)
+            of_shapes = self.adapters[module].abilities.stage_batch
+            if spec.media is None or of_shapes is None:
+                return {}  # rows or activations only
+            return of_shapes([self.plan.samples[i] for i in self._indices(stage, microbatch)])
+        indices = self._indices(stage, microbatch)
         self._load([i for i in indices if i not in self._samples])
         samples, metas = [self._samples[i] for i in indices], [self.plan.samples[i] for i in indices]
         adapter = self.adapters[module]
         batch = adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
+
+    def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
+        lane = self.plan.graph[stage.module].lane_of(self.rank)
+        assert lane is not None
+        return self.plan.samples_of(stage.module, microbatch, lane)
 
     def announce(self, schedule: Schedule) -> None:
         """Say which samples the actions of `schedule` will ask for, in that order, so that they are loaded by then."""

@@ -32,6 +32,7 @@ from hetmesh.parallel import (
     tied_parameters,
 )
 from hetmesh.parallel.apply import Root
+from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fsdp_log import log_collectives
 from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.recipe.recipe import Recipe
@@ -79,7 +80,7 @@ class Job:
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
-        whole: dict[Stage, WholeInStep] = {}
+        whole: dict[Stage, WholeInStep | ComputeCopies] = {}
         tied: list[TiedParameter] = []
         accelerator, sums = world.accelerator, world.accelerator.stream()
         for name in graph.order:

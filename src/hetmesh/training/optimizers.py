@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from hetmesh import _titan
 from hetmesh._torch_compat import whole_tensor
-from hetmesh.errors import RecipeError
 from hetmesh.models.weights.fill_module import copy_part, local_share
 from hetmesh.parallel.apply import Root
 from hetmesh.parallel.gradient_sums import local_gradient, local_part
@@ -33,34 +32,24 @@ def make_optimizers(recipe: Recipe, root: Root) -> tuple[Any, Any] | None:
     the recipe gives them: one of plain parameters and one per mesh that its DTensors lie on, since no fused kernel
     takes several at once. torch's AdamW, Adam and SGD are one optimizer each; a class that the recipe names is one per
     module and table, so that all arguments reach its constructor, and ranks that gather parameters do so in one order.
-
-    Raises:
-        RecipeError: an optimizer does not take a parameter.
     """
     groups = []
     factories: dict[str, Callable[..., torch.optim.Optimizer]] = {}
     for name, module in root.named_children():
         members: dict[tuple[int, DeviceMesh | None], list[str]] = {}
-        dims: dict[int, dict[int, str]] = {}
         for key, p in module.named_parameters():
             if p.requires_grad:
-                fqn = f"{name}.{key}"
-                group = group_of(recipe.optimizer, fqn)
+                group = group_of(recipe.optimizer, fqn := f"{name}.{key}")
                 members.setdefault((group, p.device_mesh if isinstance(p, DTensor) else None), []).append(fqn)
-                dims.setdefault(group, {}).setdefault(p.ndim, fqn)
-        chosen = {group: chosen_optimizer(recipe, name, group) for group in sorted(dims)}
-        for group, optimizer in chosen.items():
-            for count, fqn in dims[group].items():
-                if refused := optimizer.refused(count, [fqn]):
-                    raise RecipeError(refused)
         for (group, _), names in sorted(members.items(), key=lambda member: member[0][0]):
-            optimizer, arguments = chosen[group], {}
+            optimizer, arguments = chosen_optimizer(recipe, name, group), {}
             if optimizer.kind is None:
                 factory, arguments = optimizer.made.__name__, dict(optimizer.arguments)
                 factories[factory] = optimizer.made
             else:
                 factory = f"{name}, {optimizer.where}"
-                factories[factory] = partial(_on_plain_tensors(optimizer.made, optimizer.kind), **optimizer.arguments)
+                on_plain = type(optimizer.made.__name__, (_OnPlainTensors, optimizer.made), {"kind": optimizer.kind})
+                factories[factory] = partial(on_plain, **optimizer.arguments)
             pattern = "|".join(f"^{re.escape(key)}$" for key in names)
             groups.append(
                 _titan.param_group_config()(pattern=pattern, optimizer_name=factory, optimizer_kwargs=arguments)
@@ -88,44 +77,34 @@ class _OnPlainTensors(torch.optim.Optimizer):
         groups = self.param_groups
         try:
             for group in groups:
-                given = group["params"]
-                whole = [p for p in given if isinstance(p, DTensor) and p.grad is not None and self._gathers(p)]
-                gathered = set(map(id, whole))
-                for some in ([p for p in given if id(p) not in gathered], *([p] for p in whole)):
-                    if some:
-                        self._step(group, some)
+                named = zip(group["params"], group["param_names"], strict=True)
+                # `local_gradient` brings it into the parameter's placements
+                given = [(p, name) for p, name in named if local_gradient(p) is not None]
+                sharded = {p: name for p, name in given if not self._gathers(p)}
+                for names in filter(None, (sharded, *({p: name} for p, name in given if self._gathers(p)))):
+                    self._step(group, names)
         finally:
             self.param_groups = groups
 
     def _gathers(self, parameter: Tensor) -> bool:
-        return self.kind.needs[parameter.ndim].whole
+        return isinstance(parameter, DTensor) and self.kind.needs[parameter.ndim].whole
 
-    def _step(self, group: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> None:
-        pairs = [(p, self._plain_parameter(p) if isinstance(p, DTensor) else p) for p in parameters]
-        before = {p: self.state.pop(p) for p, plain in pairs if plain is not p and p in self.state}
-        for parameter, plain in pairs:
-            if parameter in before:
-                state = before[parameter].items()
-                self.state[plain] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
-        names = dict(zip(group["params"], group["param_names"], strict=True))
-        here = {"params": [plain for _, plain in pairs], "param_names": [names[p] for p in parameters]}
-        self.param_groups = [{**group, **here}]
-        super().step()
-        for parameter, plain in pairs:
-            if plain is not parameter:
-                if self._gathers(parameter):
-                    _keep_share(parameter, plain)
-                elif not plain.is_set_to(local := local_part(parameter.detach())):  # after `p.data = ...`
-                    local.copy_(plain)
-                state = self.state.pop(plain, {})
-                if state or parameter in before:
-                    self.state[parameter] = {k: self._kept(v, parameter, plain) for k, v in state.items()}
-
-    def _plain_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        plain = nn.Parameter(self._plain(parameter, parameter))
-        if local_gradient(parameter) is not None:  # which brings it into the parameter's placements
+    def _step(self, group: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+        stand_ins = {p: nn.Parameter(self._plain(p, p)) for p in names}
+        for parameter, plain in stand_ins.items():
             plain.grad = self._plain(parameter.grad, parameter)
-        return plain
+            if parameter in self.state:
+                state = self.state.pop(parameter).items()
+                self.state[plain] = {k: self._plain(v, parameter) if isinstance(v, DTensor) else v for k, v in state}
+        self.param_groups = [{**group, "params": [*stand_ins.values()], "param_names": [*names.values()]}]
+        super().step()
+        for parameter, plain in stand_ins.items():
+            if self._gathers(parameter):
+                _keep_share(parameter, plain)
+            elif not plain.is_set_to(local := local_part(parameter)):  # after `p.data = ...`
+                local.copy_(plain)
+            if state := self.state.pop(plain, None):
+                self.state[parameter] = {k: self._kept(v, parameter, plain) for k, v in state.items()}
 
     def _plain(self, tensor: Any, parameter: Tensor) -> Tensor:
         if not self._gathers(parameter):
@@ -134,18 +113,15 @@ class _OnPlainTensors(torch.optim.Optimizer):
 
     def _kept(self, value: Any, parameter: Any, plain: Tensor) -> Any:
         """What is kept of a parameter's state: tensors of its shape sharded as it is, all else as it is."""
-        if not isinstance(value, Tensor) or not value.ndim or value.shape != plain.shape:
+        alike = isinstance(value, Tensor) and value.ndim and value.shape == plain.shape
+        if not alike or not isinstance(parameter, DTensor):
             return value
         if self._gathers(parameter):
             share = torch.empty_like(parameter.detach(), dtype=value.dtype)
             _keep_share(share, value)
             return share
-        how = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+        how: Any = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
         return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **how)
-
-
-def _on_plain_tensors(made: type[torch.optim.Optimizer], kind: OptimizerKind) -> type[torch.optim.Optimizer]:
-    return type(made.__name__, (_OnPlainTensors, made), {"kind": kind})
 
 
 def _keep_share(sharded: Tensor, whole: Tensor) -> None:

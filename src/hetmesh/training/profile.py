@@ -31,6 +31,7 @@ from hetmesh.data.drawn import DrawnSample
 from hetmesh.data.loader import Loader
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.module_shape import HEAD, module_shape
+from hetmesh.parallel.compute_copies import cast_parameters, casts_to
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import ResolvedRecipe
@@ -136,7 +137,9 @@ def _calls(
     recipe, adapter, graph = resolved.recipe, resolved.adapters[name], resolved.graph
     module = loaded_module(recipe, adapter, name).requires_grad_(True).to(device)
     compute = graph[name].options.row_dtype
-    autocast = compute if any(p.dtype != compute for p in module.parameters()) else None
+    if graph[name].options.compute_copies:
+        cast_parameters(module.parameters(), compute)
+    autocast = compute if any(casts_to(p, compute) for p in module.parameters()) else None
     layers: dict[str, LayerShape] = {}
     for layer in module_shape(name, adapter, module).layers:
         if layer.name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
 from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.tower_plan import repeated_blocks, tower_blocks, tower_plan
+from hetmesh.models.split.tower_stages import TowerStage, stages_of
 from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
+from hetmesh.parallel.stage_views import PREVIOUS, is_absent
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +101,13 @@ class HfEncoderAdapter(PartAdapter):
     @property
     def abilities(self) -> Abilities:
         config = getattr(self.whole.config, f"{self.part}_config")
-        method = f"get_{self.media}_features"
         return Abilities(
+            find_stages=lambda: self._stages,
+            stage_batch=self.stage_batch,
             side_outputs=tuple(name for name in self._probe(self.call.blank) if name),
             item_grid=self._grid if self.call.grid(self.call.blank) is not None else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
             stored_forms=self.whole.stored_forms,
-            reasons={"activation": f"it is called as one, through {method}, so its blocks share a stage"},
         )
 
     def build(self) -> nn.Module:
@@ -137,7 +139,20 @@ class HfEncoderAdapter(PartAdapter):
             return self.build()
 
     def layers(self) -> tuple[str, ...]:
-        return tuple(_layers(self._empty, repeated_blocks(self._empty)))
+        return self._layers
+
+    @cached_property
+    def _layers(self) -> tuple[str, ...]:
+        """In the order in which the smallest item enters them; one that it does not enter follows the one before."""
+        named = tuple(_layers(self._empty, repeated_blocks(self._empty)))
+        module, called = self._hollow(0), list[str]()
+        for name in named:
+            module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        self._rows(module, self.call.blank)
+        place, last = dict[str, int](), -1
+        for name in named:
+            place[name] = last = called.index(name) if name in called else last
+        return tuple(sorted(named, key=place.__getitem__))
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return self._plan[0]
@@ -155,6 +170,10 @@ class HfEncoderAdapter(PartAdapter):
             return True
 
         return tower_plan(self._hollow(1).eval(), works)
+
+    @cached_property
+    def _stages(self) -> Mapping[str, Any]:
+        return stages_of(self, self._empty, self._flat)
 
     @cached_property
     def _flat(self) -> nn.Module:
@@ -228,7 +247,14 @@ class HfEncoderAdapter(PartAdapter):
         return small[0] if small == larger and small[1] == 0 else 0
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
-        items = media_items(samples, metas, self.media)
+        return self._batch(media_items(samples, metas, self.media), metas)
+
+    def stage_batch(self, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
+        """What later stages read: of the same shapes."""
+        known = [item for meta in metas for item in meta.media if item.name == self.media]
+        return self._batch([torch.ones(apart(self.call, item.extent)[0]) for item in known], metas)
+
+    def _batch(self, items: Sequence[Tensor], metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
         known = [item for meta in metas for item in meta.media if item.name == self.media]
         rows = sum(self.item_rows(item.extent) for item in known)
         # Without items there is one that is dropped: every parameter takes part in every microbatch.
@@ -238,8 +264,17 @@ class HfEncoderAdapter(PartAdapter):
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        rows = len(batch["rows"])
-        outputs = self.encode(module, batch)
+        rows, known, given = len(batch["rows"]), vars(module), inputs.get(PREVIOUS)
+        if "hetmesh_stage" not in known:  # of a view of a tower; of a whole one None
+            parts = map(module.get_submodule, self.layers())
+            stage = TowerStage(module, self.layers(), self._flat, given) if any(map(is_absent, parts)) else None
+            known["hetmesh_stage"] = stage
+        if (stage := known["hetmesh_stage"]) is None:
+            outputs = self.encode(module, batch)
+        else:
+            outputs = stage.run(module, partial(self.encode, batch=batch), given, empty=not rows)
+            if not stage.is_last:
+                return outputs[""]
         if rows and len(outputs[""]) != rows:
             raise SampleError(f"{self.whole.model_class.__name__} made {len(outputs[''])} rows, {rows} were planned")
         outputs = {name: output[:rows] for name, output in outputs.items()}  # none of a blank item
