@@ -35,6 +35,11 @@ def test_a_tied_head_far_from_its_embedding(pool4):
         check(pool4, given, faults.ScaleGradient("llm"))
 
 
+def test_what_sequence_parallelism_gathers_again_serves_both_parts_of_a_backward(pool4):
+    llm = table("llm", "0-3", pp=2, tp=2) + "\nenable_sequence_parallel = true"
+    check(pool4, recipe("zero_bubble", table("vision", "0"), llm, batch=3))
+
+
 @pytest.mark.parametrize(
     "options", ["three_phase_window = 2", "three_phase_recompute = true", "three_phase_offload = true"]
 )
