@@ -104,7 +104,8 @@ class LayerCosts:
         kept = activation_bytes(*size, sequence_parallel=how.sequence_parallel, **flags)
         split, *transient = (most(*size, **flags) for most in (split_bytes, forward_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        sizes = kept, split, *transient, transient[1] - split
+        read = split - split_bytes(*size, **(flags | {"recompute": False}))  # a part of what is computed again
+        sizes = kept, split, *transient, transient[1] - read
         return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
