@@ -79,10 +79,16 @@ MORE = {
 }
 
 
-TOO_MUCH = {"an uneven split in gaps": 1.2, "whole during a step": 1.15}
+TOO_MUCH = {
+    "an uneven split in gaps": 1.2,
+    "whole during a step": 1.15,
+    "split backward, whole during a step": 1.15,
+    "split backward, whole during a step, recomputed, bfloat16": 1.15,
+    "pipeline, split backward, recomputed": 1.15,
+}
 """All lanes of a stage are taken to hold what the fullest does: one that takes few microbatches holds less. What FSDP
 keeps whole counts in full until the last action is over, which lets go of it block by block: in fp32 1.11 of what is
-measured."""
+measured. Gradients that the first part of a backward leaves count in full while its last block is computed again."""
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=exhaustive) for name in MORE)])

@@ -40,6 +40,14 @@ def test_what_sequence_parallelism_gathers_again_serves_both_parts_of_a_backward
     check(pool4, recipe("zero_bubble", table("vision", "0"), llm, batch=3))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("degrees", [{"data_parallel_replicate_degree": 2}, {"tp": 2}], ids=["HSDP", "FSDP x TP"])
+def test_a_backward_in_two_parts_sharded_on_eight_processes(pool8, degrees, recomputed):
+    tables = table("vision", "0-1", fsdp=2), table("llm", "0-7", pp=2, fsdp=2, **degrees)
+    check(pool8, recipe("zero_bubble", *tables, f'[activation_checkpoint]\nmode = "{recomputed}"', batch=3))
+
+
 @pytest.mark.parametrize(
     "options", ["three_phase_window = 2", "three_phase_recompute = true", "three_phase_offload = true"]
 )

@@ -26,7 +26,7 @@ class StageCost:
         activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
         forward_bytes, backward_bytes: the most that each holds beyond that at a time.
         split_bytes: kept between the two parts of a split backward beyond that.
-        input_bytes: the most that the first of these parts holds beyond both at a time.
+        input_bytes: the most that the first of these parts holds beyond both at a time, at its end.
     """
 
     forward: float

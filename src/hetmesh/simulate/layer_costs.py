@@ -110,10 +110,11 @@ class LayerCosts:
         forward = forward_bytes(*size, **flags)
         flags |= {"sequence_parallel": how.sequence_parallel}
         split = split_bytes(*size, **flags)
+        read = split - split_bytes(*size, **(flags | {"recompute": False}))  # a part of what is computed again
         flags |= {"saved": how.saved, "compiled": how.compiled}
         kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
-        sizes = kept, split, forward, backward, backward - split
+        sizes = kept, split, forward, backward, backward - read
         return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
