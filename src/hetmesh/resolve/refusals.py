@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hetmesh.cost import Profile, load_machine
-from hetmesh.cost.saved_operations import SAVABLE, operations, saved_names
+from hetmesh.cost.saved_operations import ATTENTION, SAVABLE, operations, saved_names
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.formatting import listed
 from hetmesh.graph import dense_mesh
@@ -152,7 +152,9 @@ def _save_ops(recipe: Recipe, shapes: Shapes, refusals: Refusals) -> None:
     reading = [name for name, mode in modes.items() if mode == "selective"]
     if not reading:
         refusals.add(f"{key}: only the mode 'selective' reads it, and no module has that; leave it out")
-    known = [shape for name in reading if (shape := shapes.get(name)) is not None]
+    # What a user's class calls, and where attention is, its sizes do not show.
+    plain = [name for name in reading if ":" not in recipe.modules[name].model]
+    known = [shape for name in plain if (shape := shapes.get(name)) is not None]
     layers = (layer for shape in known for layer in shape.layers if layer.name in blocks(shape))
     called = Counter(name for layer in layers for _, name, _ in operations(layer))
     told = listed([f"{name} ({times} times)" for name, times in sorted(called.items())])
@@ -162,7 +164,7 @@ def _save_ops(recipe: Recipe, shapes: Shapes, refusals: Refusals) -> None:
             refusals.add(f"{key}: torch has no operation {op!r}; valid are {listed(SAVABLE)}")
         elif op not in SAVABLE:
             refusals.add(f"{key}: how much {op!r} keeps does not follow from sizes; valid are {listed(SAVABLE)}")
-        elif known and len(known) == len(reading) and not saved_names([op]) & called.keys():
+        elif known and len(known) == len(reading) and op != ATTENTION and not saved_names([op]) & called.keys():
             refusals.add(f"{key}: no block of {listed(reading)} calls {op!r}; they call {told}")
 
 
