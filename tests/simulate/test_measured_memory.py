@@ -40,6 +40,9 @@ MORE = {
         both("vision") + both("llm", key="tensor_parallel_degree"), packed=True, experts=True
     ),
     "tensor parallel": recipe(TENSOR),
+    "encoder sequence parallel": recipe(
+        both("vision", key="tensor_parallel_degree") + "enable_sequence_parallel = true\n" + both("projector", "llm")
+    ),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),
