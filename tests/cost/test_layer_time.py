@@ -12,6 +12,7 @@ from analysis.stage_counts import frozen_blind
 from hetmesh.cost import (
     LayerShape,
     LayerTime,
+    Machine,
     ModuleShape,
     Rates,
     WeightShape,
@@ -21,6 +22,7 @@ from hetmesh.cost import (
     load_machine,
     module_times,
 )
+from hetmesh.cost.collective_time import tensor_parallel_time
 from hetmesh.errors import HetmeshError
 
 RATES = Rates(flops=1e9, bandwidth=1e9, overhead=1e-4)
@@ -81,6 +83,24 @@ def test_sequence_parallelism_splits_norms_and_what_lies_between():
     # what the norm keeps of its input, what was gathered of its result, and the MLP's sum
     assert kept - less == 4 * 32 * 3 * 24 * 3 / 4
     assert activation_bytes(block, WORK, 4, **flags, recompute=True, sequence_parallel=True) == 4 * 32 * 24 / 4
+
+
+def test_an_attention_that_is_not_split_keeps_and_gathers_all_rows_under_sequence_parallelism():
+    weights = (
+        WeightShape("l.attn.qkv.weight", (72, 24), 1),
+        WeightShape("l.attn.proj.weight", (24, 24), 1),
+        WeightShape("l.mlp.up.weight", (48, 24), 1, tp_dim=0),
+        WeightShape("l.mlp.down.weight", (24, 48), 1, tp_dim=1),
+    )
+    block, flags = LayerShape("l", weights, 24), {"upstream": True}
+    kept, less = (activation_bytes(block, WORK, 4, **flags, tp=4, sequence_parallel=each) for each in (False, True))
+    assert kept - less == 4 * 32 * (24 + 24) * 3 / 4  # what the two sums make
+    machine = Machine("m", "", node_bandwidth=1e9)
+    one, split = (
+        tensor_parallel_time(block, WORK, range(4), machine, itemsize=4, sequence_parallel=each, **flags)
+        for each in (False, True)
+    )
+    assert split.forward / one.forward == split.backward / one.backward == 1.5
 
 
 def test_a_head_runs_on_targets_alone():

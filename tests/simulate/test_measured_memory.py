@@ -54,6 +54,9 @@ MORE = {
     ),
     "split backward, whole during a step": recipe(WHOLE, schedule="zero_bubble", batch=16),
     "sequence parallel, recomputed": recipe(TENSOR + SEQUENCE, recomputed="full"),
+    "encoder sequence parallel": recipe(
+        both("vision", key="tensor_parallel_degree") + "enable_sequence_parallel = true\n" + both("projector", "llm")
+    ),
     "pipeline in 1F1B": recipe(ALONE + PIPELINE, schedule="1f1b", batch=16),
     "replicas in bfloat16": recipe(both("vision", "llm"), compute="bfloat16"),
     "fully sharded": recipe(SHARDED),

@@ -177,6 +177,10 @@ def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     whole = SINK in draft.shares_tokens and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
+
+
+def shares_of_encoders(draw: st.DrawFn, draft: Draft) -> None:
+    """The same for encoders."""
     for name in draft.encoders:
         own, module = draft.tables["parallelism"].get(name, {}), draft.tables["modules"][name]
         splits = module["model"] in SPLIT_ENCODERS and "onevision" not in str(module.get("initial_load_path"))
@@ -300,6 +304,7 @@ PIECES: tuple[Piece, ...] = (
     experts,
     expert_layout,
     runs,
+    shares_of_encoders,
 )
 """In the order in which they are drawn: later ones read what earlier ones chose.
 
@@ -321,6 +326,7 @@ LAYOUT: tuple[Piece, ...] = (
     balance,
     bubble_fill,
     expert_layout,
+    shares_of_encoders,
 )
 """Those that say where and how a model is trained, and not what it is: a run may go on with other ones."""
 

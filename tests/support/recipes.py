@@ -241,7 +241,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     ),
     "expert parallel": _any_mesh("ep"),
     "experts that move": _layout_key("expert_placement_interval"),
-    "sequence parallel": _layout_key("enable_sequence_parallel"),
+    "sequence parallel": lambda r: module_options(r, r.sink).sequence_parallel,
     "sequence parallel encoder": lambda r: any(
         module_options(r, name).sequence_parallel for name in r.modules if name != r.sink
     ),
