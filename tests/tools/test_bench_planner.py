@@ -58,6 +58,16 @@ def test_rows_of_any_table_are_predicted(bench, tmp_path, capsys):
     errors = [abs(a / b - 1) for a, b in zip(predicted, published, strict=True)]
     assert found["mean_step_error"] == pytest.approx(sum(errors) / 4)
     assert first["predicted_gain"] == pytest.approx(100 * (predicted[0] / predicted[1] - 1))
+    peaks = [each[which] for each in (first, second) for which in ("homogeneous", "second")]
+    limit, published = 80e9, [50e9, 40e9, 50e9, 40e9]
+    errors = [abs(each["predicted_peak_bytes"] / of - 1) for each, of in zip(peaks, published, strict=True)]
+    assert found["peak_memory_error"] == pytest.approx(sum(errors) / 4)
+    assert found["fits_80gb_share"] == sum(each["predicted_peak_bytes"] <= limit for each in peaks) / 4
+    assert [sum(each["peak_of"].values()) for each in peaks] == [each["predicted_peak_bytes"] for each in peaks]
+    assert [bool(each["memory_remarks"]) for each in peaks] == [error > 0.25 for error in errors]
+    assert found["memory"]["the mean of the published peaks"]["peak_memory_error"] == pytest.approx((0.1 + 0.125) / 2)
+    fp32 = found["memory"]["gradients in fp32"]["peak_memory_error"]
+    assert fp32 != found["peak_memory_error"]
     assert second["predicted_gain"] == pytest.approx(100 * (predicted[2] * 8 / (predicted[3] * 12) - 1))
     assert predicted[2] < predicted[0]  # the same layout without what comes after the last backward
     gains = [abs(first["predicted_gain"] - 10), abs(second["predicted_gain"] - 10)]
@@ -71,3 +81,11 @@ def test_shapes_have_the_size_that_they_stand_for(bench):
     sizes = [*((each.size, each) for each in (*ENCODERS, *DECODERS)), (2.0, encoder(2.0)), (20.0, decoder(20.0))]
     for size, each in sizes:
         assert each.shape().parameters / 1e9 == pytest.approx(size, rel=0.2)
+
+
+def test_a_block_of_the_paper_has_its_bytes(bench):
+    """Korthikanti et al., equation 4: 34 bytes times rows and width, of which two are masks of dropout."""
+    from benchmarks.planner.architectures import Encoder
+    from benchmarks.planner.megatron_bytes import _block
+
+    assert _block(Encoder(1.0, "GPT", 1, 64, 256), 2 * 256) == 32 * 64
