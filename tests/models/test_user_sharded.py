@@ -55,13 +55,17 @@ class BySize(PerItem):
 
 
 class BlanksEnterMore(PerItem):
-    """Its last layer is for blank items alone."""
+    """Its last layer and a scalar, which FSDP leaves whole, are for blank items alone."""
+
+    def __init__(self, out_features=8):
+        super().__init__(out_features)
+        self.scale = nn.Parameter(torch.tensor(0.5))
 
     def one(self, patches):
-        hidden = self.embed(patches)
-        for block in self.blocks[:2] if patches.any() else self.blocks:
+        hidden, blank = self.embed(patches), not patches.any()
+        for block in self.blocks if blank else self.blocks[:2]:
             hidden = hidden + block(hidden)
-        return hidden
+        return hidden * self.scale if blank else hidden
 
 
 class OneShape(nn.Module):

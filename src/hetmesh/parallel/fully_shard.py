@@ -171,6 +171,7 @@ def fill_unused(root: nn.Module) -> set[int]:
         held = [parameter for _, group in fsdp_groups(root) for parameter in group.fsdp_params]
         if len(output):  # no rows come from a blank item, which does not show what samples use
             used.update(id(p.sharded_param) for p in held if hidden or id(p.unsharded_param) in found)
+            used.update(id(p) for p in root.parameters() if not p.ndim and (hidden or id(p) in found))
         left = [p for p in (p.unsharded_param for p in held) if p.requires_grad and id(p) not in found]
         output.register_hook(lambda _: make_missing(left))
 

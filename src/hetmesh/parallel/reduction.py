@@ -66,9 +66,9 @@ class Reduction:
         self.parameters = [*{id(p): p for _, parameters in self.sums for p in parameters if p.requires_grad}.values()]
         self.always = frozenset(always)
         self.used = parallel.used.get(stage)
-        self.filled = {
-            name: p for name, p in named.items() if self.used is not None and parallel.axes[name].in_backward
-        }
+        # FSDP fills those that it sums, and a lane's blank item uses scalars, which it leaves alone.
+        filled = {name for name, p in named.items() if parallel.axes[name].in_backward or not p.ndim}
+        self.filled = {name: p for name, p in named.items() if self.used is not None and name in filled}
         axes = [parallel.axes[name].summed for name in self.filled]
         self.agreeing = [
             (parallel.device_mesh.get_group(axis), [i for i, summed in enumerate(axes) if axis in summed])
@@ -90,7 +90,7 @@ class Reduction:
         return self._start_on_stream() if self.accelerator.asynchronous else self._start()
 
     def _drop_unused(self, used: set[int]) -> None:
-        """Set gradients to None that FSDP summed of zeros alone, for parameters that no rank used (`fill_unused`)."""
+        """Set gradients to None that are sums of zeros alone, of parameters that no rank used (`fill_unused`)."""
         here = [id(p) in used or id(p) in self.always for p in self.filled.values()]
         for parameter, has in zip(self.filled.values(), have_gradients(here, self.agreeing), strict=True):
             if not has:
