@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh._torch_compat import tree_leaves
+from hetmesh.errors import HetmeshError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.split.item_calls import apart
 from hetmesh.models.split.tower_plan import tower_blocks
@@ -30,7 +31,7 @@ from hetmesh.parallel.tensor_parallel import within
 Encode = Callable[[nn.Module], Mapping[str, Tensor]]
 
 
-class NoStages(Exception):
+class NoStages(HetmeshError):
     """Why a tower cannot be cut."""
 
 
