@@ -340,6 +340,14 @@ def test_experts_do_not_move_under_an_optimizer_of_whole_parameters(tmp_path):
             "optimizer.param_groups[0].pattern = '(': '(' is no regular expression: missing ), unterminated subpattern",
         ),
         ("[[optimizer.param_groups]]\npattern = 'x'", "optimizer.param_groups[0].optimizer_name is missing"),
+        *(
+            (
+                "[[optimizer.param_groups]]\npattern = 'norm'\noptimizer_name = 'AdamW'\n"
+                f"optimizer_kwargs = {{ {key} = {value} }}",
+                f"{key} = {value} should be a number that is finite and not negative",
+            )
+            for key, value in (("lr", "-0.1"), ("lr", "nan"), ("lr", "'x'"), ("weight_decay", "inf"))
+        ),
     ],
 )
 def test_a_table_that_is_not_right(tmp_path, given, says):
