@@ -223,6 +223,7 @@ def test_others_need_whole_parameters():
     assert "only supports 2D parameters" in kind("Muon").why[1]
     assert [kind("Adafactor").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, True), OptimizerNeeds(0, True)]
     assert kind("RowNorms").needs[2] == OptimizerNeeds(0, whole=True)
+    assert [kind("RowsOfLarge").needs[dims].whole for dims in (1, 2, 3)] == [True, True, True]
     assert [kind("FlatState").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, False), OptimizerNeeds(0, True)]
     assert kind("SGD", momentum=0.9).needs[2] == OptimizerNeeds(1, whole=False)
     assert kind("AdamW", amsgrad=True, fused=True).needs[2] == OptimizerNeeds(3, whole=False)
