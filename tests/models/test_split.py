@@ -14,6 +14,7 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
+from hetmesh.models.weights.lora import is_adapter
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import parse_recipe
@@ -44,6 +45,18 @@ def test_every_parameter_has_one_owner_and_every_tensor_of_the_checkpoint_a_plac
     parts = [dict(whole.keep_part(whole.build(), part, whole.owners).named_parameters()) for part in ("vision", "llm")]
     assert not parts[0].keys() & parts[1].keys()
     assert parts[0].keys() | parts[1].keys() == set(whole.owners)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm4v", "qwen2_audio"])
+def test_towers_that_read_sizes_or_masks_on_the_host_have_adapters(directory, name):
+    """Their layers are found by running them, whatever device the module with adapters is built on."""
+    (part,) = tiny_vlms.TOWERS.get(name, ("vision",))
+    shape = resolve(recipe(directory(name), f"[modules.{part}.lora]\nrank = 2")).shapes[part]
+    assert shape is not None
+    trained = [weight.name for weight in shape.weights if weight.trainable]
+    assert trained
+    assert all(is_adapter(name) for name in trained)
 
 
 @pytest.mark.slow

@@ -439,6 +439,19 @@ FROZEN = ("--modules.vision.trainable=false", "--modules.projector.trainable=fal
             "activation_checkpoint.save_ops = ['aten.gelu']: how much 'aten.gelu' keeps does not follow from sizes",
         ),
         (
+            ("--modules.projector.activation_checkpoint=selective", '--activation_checkpoint.save_ops=["aten.addmm"]'),
+            "activation_checkpoint.save_ops = ['aten.addmm']: no block of projector calls 'aten.addmm'; they call none",
+        ),
+        (
+            (
+                *(FROZEN[0], "--parallelism.vision.data_parallel_replicate_degree=1"),
+                *("--parallelism.vision.data_parallel_shard_degree=2", "--training.mixed_precision_param=bfloat16"),
+                "--training.mixed_precision_reduce=bfloat16",
+            ),
+            "training.mixed_precision_reduce = 'bfloat16': it is for gradients of modules with a "
+            "data_parallel_shard_degree above 1 and mixed_precision_param = 'bfloat16', but no module that is trained",
+        ),
+        (
             ("--optimizer.name=SGD", "--optimizer.beta1=0.5"),
             "optimizer.beta1 = 0.5: optimizer.name = 'SGD' has no beta1",
         ),

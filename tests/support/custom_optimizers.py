@@ -48,6 +48,16 @@ class RowNorms(SignMomentum):
             p[...] -= lr * gradient / (0.1 + norms.view(-1, *[1] * (p.ndim - 1)))  # which no DTensors have
 
 
+class RowsOfLarge(RowNorms):
+    """Each row of a large matrix, and a large vector, moves by its direction; all else element by element."""
+
+    def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
+        large = p.ndim > 1 and min(p.shape[-2:]) >= 128 or p.ndim == 1 and p.numel() > 4096
+        if p.ndim == 1 and large:
+            gradient = gradient / (0.1 + gradient.norm())
+        (RowNorms if p.ndim > 1 and large else SignMomentum).update(self, p, gradient, lr, weight_decay)
+
+
 class FlatState(SignMomentum):
     """Updates each element by itself, and keeps one row of numbers: a part of it is no shard of the parameter."""
 

@@ -223,6 +223,7 @@ def test_others_need_whole_parameters():
     assert "only supports 2D parameters" in kind("Muon").why[1]
     assert [kind("Adafactor").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, True), OptimizerNeeds(0, True)]
     assert kind("RowNorms").needs[2] == OptimizerNeeds(0, whole=True)
+    assert [kind("RowsOfLarge").needs[dims].whole for dims in (1, 2, 3)] == [True, True, True]
     assert [kind("FlatState").needs[dims] for dims in (1, 2)] == [OptimizerNeeds(1, False), OptimizerNeeds(0, True)]
     assert kind("SGD", momentum=0.9).needs[2] == OptimizerNeeds(1, whole=False)
     assert kind("AdamW", amsgrad=True, fused=True).needs[2] == OptimizerNeeds(3, whole=False)
@@ -340,6 +341,14 @@ def test_experts_do_not_move_under_an_optimizer_of_whole_parameters(tmp_path):
             "optimizer.param_groups[0].pattern = '(': '(' is no regular expression: missing ), unterminated subpattern",
         ),
         ("[[optimizer.param_groups]]\npattern = 'x'", "optimizer.param_groups[0].optimizer_name is missing"),
+        *(
+            (
+                "[[optimizer.param_groups]]\npattern = 'norm'\noptimizer_name = 'AdamW'\n"
+                f"optimizer_kwargs = {{ {key} = {value} }}",
+                f"{key} = {value} should be a number that is finite and not negative",
+            )
+            for key, value in (("lr", "-0.1"), ("lr", "nan"), ("lr", "'x'"), ("weight_decay", "inf"))
+        ),
     ],
 )
 def test_a_table_that_is_not_right(tmp_path, given, says):

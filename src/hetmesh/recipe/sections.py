@@ -15,7 +15,14 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thaw
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
-from hetmesh.recipe.values import optimizer_name, parse_ranks, parse_trainable, regular_expression, within
+from hetmesh.recipe.values import (
+    optimizer_arguments,
+    optimizer_name,
+    parse_ranks,
+    parse_trainable,
+    regular_expression,
+    within,
+)
 
 FrozenTable = Annotated[Mapping[str, Any], AfterValidator(freeze)]
 """A free table: its keys are checked by whoever it configures."""
@@ -244,7 +251,9 @@ class ParamGroup(Section):
 
     pattern: Pattern  # a regular expression that is searched in names with their module's: "llm.model.norm.weight"
     optimizer_name: OptimizerName  # as `[optimizer] name`
-    frozen_kwargs: FrozenTable = Field(default=FrozenDict(), alias="optimizer_kwargs")
+    frozen_kwargs: Annotated[FrozenTable, AfterValidator(optimizer_arguments)] = Field(
+        default=FrozenDict(), alias="optimizer_kwargs"
+    )
 
     @property
     def optimizer_kwargs(self) -> dict[str, Any]:

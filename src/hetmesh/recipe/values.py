@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -60,6 +62,15 @@ def parse_trainable(value: Any) -> Any:
         raise ValueError("should be true, false, or a list of patterns of parameter names")
     for pattern in value:
         regular_expression(pattern.removeprefix("!"))
+    return value
+
+
+def optimizer_arguments(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keyword arguments of an optimizer. Raises ValueError: one that `[optimizer]` has too is not what it may be."""
+    for key in sorted({"lr", "weight_decay"} & value.keys()):
+        given = value[key]
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < math.inf:
+            raise ValueError(f"{key} = {given!r} should be a number that is finite and not negative")
     return value
 
 

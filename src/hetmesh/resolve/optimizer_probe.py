@@ -16,9 +16,9 @@ from hetmesh.cost.shapes import OptimizerNeeds
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.section import FrozenDict, thaw
 
-_SHAPES = ((), (96,), (96, 80), (8, 24, 40), (4, 6, 16, 20), (4, 3, 4, 10, 12))
-"""By number of dims, up to those of a convolution over three; matrices and more are of above 4096 elements, below which
-optimizers of 8 bits keep 32."""
+_SHAPES = ((), (4352,), (160, 144), (2, 160, 144), (4, 6, 16, 20), (4, 3, 4, 10, 12))
+"""By number of dims, up to those of a convolution over three: of above 4096 elements, below which optimizers of 8 bits
+keep 32, and matrices of above 128 rows and columns, below which Adafactor of optax keeps a number for each element."""
 
 _SCALES = (1.0, 1e-3, 1e3, 1.0)  # of the gradient in each step: what clips by a norm does so in one of them
 _LR = 1e-2  # whatever the recipe's is: a rate of 0 would show nothing

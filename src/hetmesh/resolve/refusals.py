@@ -125,11 +125,13 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
                 f"{table}.mixed_precision_param = {given!r} needs training.dtype = 'float32', got {training.dtype!r}"
             )
     sharded = [n for n, mesh in recipe.wiring.meshes.items() if dense_mesh(mesh).axis_size("dp_shard") > 1]
-    computes = {recipe.modules[name].mixed_precision_param or training.mixed_precision_param for name in sharded}
+    trained = [name for name in sharded if recipe.modules[name].trainable]
+    computes = {recipe.modules[name].mixed_precision_param or training.mixed_precision_param for name in trained}
     if training.mixed_precision_reduce == "bfloat16" and "bfloat16" not in computes:
         refusals.add(
             "training.mixed_precision_reduce = 'bfloat16': it is for gradients of modules with a "
-            "data_parallel_shard_degree above 1 and mixed_precision_param = 'bfloat16', but no module has both"
+            "data_parallel_shard_degree above 1 and mixed_precision_param = 'bfloat16', but no module that is trained "
+            "has both"
         )
     if training.enable_cpu_offload and not sharded:
         refusals.add(
@@ -157,7 +159,7 @@ def _save_ops(recipe: Recipe, shapes: Shapes, refusals: Refusals) -> None:
     known = [shape for name in plain if (shape := shapes.get(name)) is not None]
     layers = (layer for shape in known for layer in shape.layers if layer.name in blocks(shape))
     called = Counter(name for layer in layers for _, name, _ in operations(layer))
-    told = listed([f"{name} ({times} times)" for name, times in sorted(called.items())])
+    told = listed([f"{name} ({times} times)" for name, times in sorted(called.items())]) or "none"
     for op in given:
         namespace, _, name = op.partition(".")
         if not (namespace and name and hasattr(getattr(torch.ops, namespace), name)):

@@ -139,7 +139,8 @@ class HfEncoderAdapter(PartAdapter):
             return self.build()
 
     def layers(self) -> tuple[str, ...]:
-        return self._layers
+        with torch.device("cpu"):  # they are found by running it, also for a caller that builds on the meta device
+            return self._layers
 
     @cached_property
     def _layers(self) -> tuple[str, ...]:
