@@ -52,7 +52,7 @@ class RowsOfLarge(RowNorms):
     """Each row of a large matrix, and a large vector, moves by its direction; all else element by element."""
 
     def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        large = p.ndim > 1 and min(p.shape[-2:]) >= 128 or p.ndim == 1 and p.numel() > 4096
+        large = (p.ndim > 1 and min(p.shape[-2:]) >= 128) or (p.ndim == 1 and p.numel() > 4096)
         if p.ndim == 1 and large:
             gradient = gradient / (0.1 + gradient.norm())
         (RowNorms if p.ndim > 1 and large else SignMomentum).update(self, p, gradient, lr, weight_decay)
