@@ -48,6 +48,9 @@ PROFILER_OPS: tuple[Any, ...] = (
 # autograd's name of a reentrant checkpoint, whose backward is a forward and a backward of its own.
 REENTRANT = "CheckpointFunctionBackward"
 
+# And of what torch.compile has made, whose backward is one piece: it runs once, for inputs and weights.
+COMPILED = "CompiledFunctionBackward"
+
 # scaled_dot_product_attention's kernel for the CPU, with the logsumexp that the public function does not return.
 cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

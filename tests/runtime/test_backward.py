@@ -61,6 +61,13 @@ class Reentrant(Plain):
         return checkpoint(super().forward, self.first(x), use_reentrant=True)
 
 
+class Compiled(Plain):
+    """One function of autograd computes it, for inputs and weights alike."""
+
+    def forward(self, x):
+        return torch.compile(super().forward, backend="aot_eager")(x)
+
+
 class Dropped(Plain):
     """What is drawn is drawn again when it is computed again."""
 
@@ -122,7 +129,7 @@ class Unread(Plain):
         return super().forward(torch.ones_like(x))
 
 
-@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant, Unread])
+@pytest.mark.parametrize("kind", [Plain, CalledTwice, Tied, CastPlain, CastOnce, Expanded, Reentrant, Unread, Compiled])
 def test_a_backward_in_two_parts_equals_the_whole_one(kind):
     (expected, _), (given, in_between) = gradients(kind, False), gradients(kind, True)
     assert all(in_between) is (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from hetmesh._torch_compat import REENTRANT, split_backward
+from hetmesh._torch_compat import COMPILED, REENTRANT, split_backward
 from hetmesh.parallel.activation_checkpoint import keeping
 
 
@@ -40,9 +40,10 @@ class SplitBackward:
         """Add the gradients of `leaves` to their `.grad`.
 
         torch cannot split the uses of a parameter that is used twice (in two layers, or by a layer that is called
-        twice), nor a backward within the backward (a reentrant checkpoint): then the whole backward happens here, and
-        `weight_part` has nothing left to do. The same if an output depends on none of `leaves`, as that of an LLM does
-        not depend on the rows of a microbatch without media: torch finds weights only on the way from leaves.
+        twice), nor a backward within the backward (a reentrant checkpoint), nor what torch.compile has made: then the
+        whole backward happens here, and `weight_part` has nothing left to do. The same if an output depends on none of
+        `leaves`, as that of an LLM does not depend on the rows of a microbatch without media: torch finds weights only
+        on the way from leaves.
         """
         # An output that depends on nothing trained (a side output of a frozen layer) has no backward.
         pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
@@ -90,11 +91,12 @@ def _nodes_of_weights(passed: set[Any], readers: Mapping[Any, Sequence[Any]]) ->
 
 def uses_twice(outputs: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> bool:
     """Whether the autograd graph of `outputs` reaches one of `parameters`, or its cast, along several edges: autocast
-    casts a parameter once, however often it is used. A reentrant checkpoint may use any of them, so it counts."""
+    casts a parameter once, however often it is used. A reentrant checkpoint may use any of them, and a compiled
+    function would run for inputs and again for weights, so both count."""
     waiting: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
     targets, reached, seen = set(map(id, parameters)), set(), set(waiting)
     while waiting:
-        if (after := waiting.pop()).name() == REENTRANT:
+        if (after := waiting.pop()).name() in (REENTRANT, COMPILED):
             return True
         for node, _ in after.next_functions:
             function = node.next_functions[0][0] if node is not None and node.name() == _CAST else node
