@@ -234,7 +234,7 @@ def test_sequence_parallelism_of_layers_that_need_all_tokens_is_refused(director
     with pytest.raises(RecipeError, match=says):
         resolve(recipe(path, SP))
     found = adapters_of(path, SP.partition("enable")[0])
-    assert can_do(found, "llm")["SP"] == "no"
+    assert can_do(found, "llm")["SP"] == "tower"
     assert can_do(found, "llm")["TP"] != "no"
 
 
