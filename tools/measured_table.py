@@ -86,7 +86,21 @@ ROWS = (
         "streams, pinned copies, building on meta, vocabulary-parallel loss, experts and asynchronous checkpoints",
     ),
     Row(
-        "the same for small models on CPUs, worst of four cases",
+        "four processes over NCCL on one H200, torch 2.11: nine layouts in fp64 against one process on the CPU",
+        "gpu_check_parity",
+        "{:.0e}",
+        ("checks.0.figures.max_error",),
+        "python tools/gpu_check.py --only parity",
+    ),
+    Row(
+        "peak memory of a 1B model there, two layouts: error of the prediction; of the dry run",
+        "gpu_check_memory",
+        "{:.1%}; {:.1%}",
+        ("checks.0.figures.prediction_error", "checks.0.figures.dry_run_error"),
+        "python tools/gpu_check.py --only memory",
+    ),
+    Row(
+        "step time over a plain PyTorch loop's for small models on CPUs, worst of four cases",
         "overhead",
         "{:.2f}",
         ("max_step_time_ratio",),
