@@ -17,7 +17,7 @@ def test_a_degree_divides_the_key_heads_or_is_a_multiple_that_cuts_each_evenly()
     sizes = {"num_attention_heads": 48, "num_key_value_heads": 4}
     assert tensor_parallel_degrees(sizes, PLAN) == [1, 2, 4, 8, 12, 24]  # heads of six: not in four, nor in twelve
     assert tensor_parallel_degrees(sizes, {}) == [1, 2, 4]
-    assert unfit_sizes(sizes, PLAN, 16) == {"num_key_value_heads": 4}
+    assert unfit_sizes(sizes, PLAN, 16) == {"num_key_value_heads * head_dim": 24}
     assert unfit_sizes(sizes, PLAN, 3) == {"num_key_value_heads": 4}
     assert unfit_sizes(sizes, PLAN, 5) == sizes
     assert tensor_parallel_degrees({**sizes, "moe_intermediate_size": 8}, PLAN) == [1, 2, 4, 8]

@@ -92,8 +92,8 @@ def test_a_degree_beyond_the_key_heads_must_cut_each_of_them_evenly():
         )
 
     valid = "valid degrees are [1, 2, 4]"  # heads of four numbers: not cut in three
-    for degree in (6, 12):
-        with pytest.raises(RecipeError, match=re.escape(f"= {degree} does not divide num_key_value_heads = 4 of")) as e:
+    for degree, size in ((6, "num_key_value_heads = 4"), (12, "num_key_value_heads * head_dim = 16")):
+        with pytest.raises(RecipeError, match=re.escape(f"= {degree} does not divide {size} of")) as e:
             check_recipe(on(degree), adapters)
         assert valid in str(e.value)
     check_recipe(on(12), adapters | {"llm": Adapter(keys, plan={"layers.*.self_attn": KeyHeads(4, 6)})})

@@ -54,11 +54,12 @@ class KeyHeads(ParallelStyle):
 
 
 def unfit_sizes(sizes: Mapping[str, int], plan: Mapping[str, Any], degree: int) -> dict[str, int]:
-    """Those of an adapter's `tensor_parallel_sizes` for which `degree` is wrong, under its plan."""
+    """Those of an adapter's `tensor_parallel_sizes` for which `degree` is wrong, under its plan. Where ranks would
+    share key heads that they cannot cut evenly, it is wrong for the features of all of them."""
     shared = next((style for style in plan.values() if isinstance(style, KeyHeads)), None)
     wrong = {name: size for name, size in sizes.items() if size % degree}
-    if shared is not None and shared.suits(degree):
-        wrong.pop(KEY_HEADS, None)
+    if shared is not None and degree % shared.heads == 0 and wrong.pop(KEY_HEADS, None) and not shared.suits(degree):
+        wrong[f"{KEY_HEADS} * head_dim"] = shared.heads * shared.features
     return wrong
 
 
