@@ -223,6 +223,7 @@ set_group_timeout = _set_pg_timeout
 def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
     """This process as `rank` of `size` that do not exist: collectives send nothing, and what they return has the right
     shape and no meaning. Only where there is no process group yet."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -231,6 +232,7 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # of meshes whose groups are gone, and which equal the next one's
 
 
 @cache

@@ -65,6 +65,23 @@ def test_the_host_reads_the_sizes_of_each_mixture_of_experts_once_and_nothing_el
     assert run.waiting("host_to_device") == run.timed_waits == 0
 
 
+MUON = (
+    "--optimizer.name=torch.optim:Muon",
+    "--optimizer.param_groups=[{ pattern = 'norm|bias|embed|lm_head', optimizer_name = 'AdamW', optimizer_kwargs = { "
+    "eps = 0.1 } }]",
+)
+
+
+@pytest.mark.slow
+def test_optimizers_by_class_update_shards_and_gather_what_they_need_whole(apart):
+    """On each rank: the meshes of one dry run are not those of the next."""
+    groups = apart(grouped, "digits_fsdp", *MUON).groups
+    assert len(groups) > 1
+    for group in groups:
+        assert group.run.state > group.run.built
+        assert group.memory_error < 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [(), SHARED], ids=["context parallel", "sequence parallel"])
 def test_the_host_knows_where_rows_and_features_go(apart, keys):

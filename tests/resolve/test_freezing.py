@@ -127,10 +127,10 @@ def test_a_frozen_encoder_keeps_no_activations(pool4):
     assert pool4.run(kept_activations, recipe_of("digits", "--modules.vision.trainable=false")) == [0, 0, 0, 0]
 
 
-def save_then_load(rank, folder, second):
+def save_then_load(rank, folder, second, overrides=()):
     """Train two steps, save; start another recipe from it; return its weights and the saved ones."""
     world = World.current()
-    first = recipe_of("digits", f"--job.dump_folder={folder}")
+    first = recipe_of("digits", f"--job.dump_folder={folder}", *overrides)
     trainer = Trainer(resolve(first), world)
     trainer.train_step()
     trainer.train_step()
@@ -148,15 +148,27 @@ def save_then_load(rank, folder, second):
         fresh = is_adapter(name) or name.startswith("projector.")
         expected = before[name] if fresh else saved[base_name(name)]
         expected = expected.to_local() if hasattr(expected, "to_local") else expected
-        if not torch.equal(value, expected):
+        if not torch.equal(value, expected.to(value.dtype)):
             wrong.append(name)
     return wrong
 
 
+BF16 = ("--training.dtype=bfloat16",)
+
+
 @pytest.mark.slow
-def test_a_run_starts_from_the_weights_of_another(pool4, tmp_path):
-    second = recipe_of("digits", *WAYS["LoRA"], '--checkpoint.exclude_from_loading=["projector"]')
-    assert pool4.run(save_then_load, str(tmp_path), second) == [[], [], [], []]
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((), WAYS["LoRA"]),
+        pytest.param((), (*BF16, *WAYS["LoRA"]), marks=pytest.mark.exhaustive),
+        (BF16 + tuple(WAYS["frozen encoder"]), BF16),
+    ],
+)
+def test_a_run_starts_from_the_weights_of_another(pool4, tmp_path, first, second):
+    """Also where what is frozen was in bf16, or is."""
+    loading = recipe_of("digits", *second, '--checkpoint.exclude_from_loading=["projector"]')
+    assert pool4.run(save_then_load, str(tmp_path), loading, first) == [[], [], [], []]
 
 
 def refused(rank, folder, exclude, overrides):

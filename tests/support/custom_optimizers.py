@@ -52,10 +52,10 @@ class RowsOfLarge(RowNorms):
     """Each row of a large matrix, and a large vector, moves by its direction; all else element by element."""
 
     def update(self, p: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        large = (p.ndim > 1 and min(p.shape[-2:]) >= 128) or (p.ndim == 1 and p.numel() > 4096)
-        if p.ndim == 1 and large:
+        rows = p.ndim > 1 and min(p.shape[-2:]) >= 128
+        if p.ndim == 1 and p.numel() > 4096:
             gradient = gradient / (0.1 + gradient.norm())
-        (RowNorms if p.ndim > 1 and large else SignMomentum).update(self, p, gradient, lr, weight_decay)
+        (RowNorms if rows else SignMomentum).update(self, p, gradient, lr, weight_decay)
 
 
 class FlatState(SignMomentum):

@@ -29,9 +29,9 @@ def dry(name: str, rank: int, *overrides: str) -> tuple[DryRun, int]:
     return run, sum(map(len, _block_masks.values())) * 2**20
 
 
-def grouped(name: str) -> DryRuns:
+def grouped(name: str, *overrides: str) -> DryRuns:
     """The dry run of all ranks."""
-    return dry_runs(load_recipe(FOLDER / f"{name}.toml"), None, machine="h100")
+    return dry_runs(load_recipe(FOLDER / f"{name}.toml", overrides), None, machine="h100")
 
 
 def left_behind() -> dict[str, object]:

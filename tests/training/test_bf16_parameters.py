@@ -8,11 +8,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
+from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.data.loader import Loader
+from hetmesh.inference.generate import answer_tokens
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.samples import held_out_source
 from hetmesh.training.job import Job
+from hetmesh.training.one_process import OneProcess
 from hetmesh.training.trainer import Trainer
 from support import parity_cases
 from support.parity_cases import table
@@ -148,6 +152,14 @@ def test_three_steps_equal_a_plain_loop_with_fp32_copies_to_the_last_bit(world, 
     for name, value in parameters.items():
         assert state[name].dtype == value.dtype
         assert torch.equal(state[name], value), name
+
+
+def test_answers_are_computed_in_fp32_also_by_what_was_frozen(world, tmp_path):
+    recipe = given(tmp_path, *ALONE, "--modules.projector.trainable=false")
+    train(0, recipe, 2)
+    model = OneProcess.load(recipe, SavedRun(recipe, tmp_path / "checkpoint" / "step-2"))
+    assert {p.dtype for module in model.modules.values() for p in module.parameters()} == {torch.float32}
+    assert len([*answer_tokens(model, held_out_source(recipe), 0, max_tokens=2)]) <= 2
 
 
 EXACT = ("pipeline", "split backward")  # which add nothing up in another order

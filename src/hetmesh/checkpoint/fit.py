@@ -56,8 +56,9 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     return key.startswith(prefix) and not any(k.startswith(f"{prefix}{parameter}.") for k in saved)
 
 
-def differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What this rank needs and the checkpoint lacks or has in another shape or dtype, in words."""
+def differences(state: Mapping[str, Any], saved: Mapping[str, Any], cast: Collection[torch.dtype] = ()) -> list[str]:
+    """What this rank needs and the checkpoint lacks or has in another shape or dtype, in words; those of `cast` are as
+    good as each other."""
     wrong = []
     for key, value in state.items():
         if key not in saved:
@@ -66,7 +67,8 @@ def differences(state: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]
         entry = saved[key]
         was = (list(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         now = (list(value.shape), value.dtype) if isinstance(value, Tensor) else None
-        if was != now:
+        alike = was and now and was[0] == now[0] and {was[1], now[1]} <= {*cast}
+        if was != now and not alike:
             wrong.append(f"{key} was {_described(was)} and is {_described(now)}")
     return wrong
 
@@ -121,7 +123,8 @@ class Needs:
             absent = key not in saved and (key in wrapped or module in referred)
             if not other_rank and not absent:  # of which `verdict` has more to say
                 fitting[key] = tensor
-        wrong = tuple(differences(fitting, saved))
+        # With `[training] dtype = "bfloat16"` what is frozen is in bf16, and what is trained is not.
+        wrong = tuple(differences(fitting, saved, cast=(torch.float32, torch.bfloat16)))
         return cls(state, frozenset(names), frozenset(excluded), wrong, lora)
 
 

@@ -38,8 +38,8 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
 
     Raises:
         RecipeError: there is no complete checkpoint, `exclude` matches nothing, tensors are missing or have other
-            shapes or types, a module has no use for some, or adapters are of another rank or alpha; the message names
-            them, and is the same on every rank.
+            shapes or types (but fp32 and bf16, of which one becomes the other), a module has no use for some, or
+            adapters are of another rank or alpha; the message names them, and is the same on every rank.
         CheckpointError: the checkpoint cannot be read, or bytes have changed since it was written; on every rank.
     """
     check_complete(path, KEY)

@@ -87,6 +87,8 @@ class OneProcess:
                     f"modules.{name} has no initial_load_path, so no weights but random ones; give the folder of a run "
                     "that kept a checkpoint, or checkpoint.initial_load_path"
                 )
+            if graph[name].options.compute_copies:  # frozen parameters are in bf16, others are not
+                module = module.to(graph[name].options.parameter_dtype)
             modules[name] = module.to(device)
         return cls(resolved, modules, torch.device(device))
 
