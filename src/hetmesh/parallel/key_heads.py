@@ -58,8 +58,10 @@ def unfit_sizes(sizes: Mapping[str, int], plan: Mapping[str, Any], degree: int) 
     share key heads that they cannot cut evenly, it is wrong for the features of all of them."""
     shared = next((style for style in plan.values() if isinstance(style, KeyHeads)), None)
     wrong = {name: size for name, size in sizes.items() if size % degree}
-    if shared is not None and degree % shared.heads == 0 and wrong.pop(KEY_HEADS, None) and not shared.suits(degree):
-        wrong[f"{KEY_HEADS} * head_dim"] = shared.heads * shared.features
+    if shared is not None and KEY_HEADS in wrong and degree % shared.heads == 0:
+        del wrong[KEY_HEADS]
+        if not shared.suits(degree):
+            wrong[f"{KEY_HEADS} * head_dim"] = shared.heads * shared.features
     return wrong
 
 
