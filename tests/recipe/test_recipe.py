@@ -209,7 +209,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "no such choice": (
         "steps =",
         'dtype = "int8"\nsteps =',
-        "training.dtype = 'int8': should be 'float32' or 'float64'",
+        "training.dtype = 'int8': should be 'float32', 'float64' or 'bfloat16'",
     ),
     "missing model": ('model = "mlp"', "", "modules.projector.model is missing"),
     "missing from": ('from = "vision"', "", "boundaries[0].from is missing"),
