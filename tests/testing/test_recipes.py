@@ -98,8 +98,8 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
 
 @pytest.mark.slow
 def test_few_recipes_hold_most_features():
-    found = [case.features for case in varied(draw_recipes(80, 100, 4), 18)]
-    assert len(set().union(*found)) >= len(FEATURES) - 10
+    found = [case.features for case in varied(draw_recipes(120, 100, 4), 22)]
+    assert len(set().union(*found)) >= len(FEATURES) - 8
 
 
 def digits() -> RecipeCase:
