@@ -184,7 +184,8 @@ def test_each_layout_goes_on_from_another_ones_checkpoint(pool, tmp_path):
     chain(pool, tmp_path, [LAYOUTS[name] for name in CYCLE])
 
 
-@pytest.mark.parametrize("variant", ["frozen encoder", pytest.param("LoRA", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", ["frozen encoder", "LoRA"])
 def test_what_is_frozen_goes_on_in_another_layout(pool, tmp_path, variant):
     chain(pool, tmp_path, [LAYOUTS[name] for name in ("one rank", "overlapping, hsdp", "tp 4")], variant)
 

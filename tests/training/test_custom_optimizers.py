@@ -97,7 +97,7 @@ CASES = [
         for name in OPTIMIZERS
         if name not in ("Muon", "signs")
     ),
-    ("Muon", "pipeline"),
+    pytest.param("Muon", "pipeline", marks=pytest.mark.exhaustive),
     *(pytest.param("Muon", at, marks=pytest.mark.exhaustive) for at in ("replicas", "FSDP", "TP", "SP", "CP")),
     *(pytest.param("Adafactor", at, marks=pytest.mark.exhaustive) for at in ("pipeline", "replicas")),
     *(pytest.param("rows", layout, marks=pytest.mark.exhaustive) for layout in ("TP", "CP")),
@@ -151,7 +151,7 @@ def test_experts_on_different_ranks_equal_one_process(pool4, tmp_path, optimizer
 @pytest.mark.parametrize(
     ("optimizer", "first", "then"),
     [
-        ("Muon", "FSDP x TP", "pipeline"),
+        pytest.param("Muon", "FSDP x TP", "pipeline", marks=pytest.mark.exhaustive),
         pytest.param("Muon", "replicas", "TP", marks=pytest.mark.exhaustive),
         pytest.param("Adafactor", "TP", "FSDP", marks=pytest.mark.exhaustive),
         pytest.param("Adafactor", "pipeline", "FSDP x TP", marks=pytest.mark.exhaustive),

@@ -94,6 +94,7 @@ def test_experts_may_go_anywhere(pool4, seed):
     assert sum(each["llm"]["moved"] for each in check(pool4, given, seed=seed))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_sums_of_two_experts_are_the_same_to_the_last_bit(pool4):
     """Of three, which two meet on a rank and are summed first depends on places."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 2
-# What goes how, on which schedule: one recipe for each is run always, the others where `exhaustive` is asked for.
+# What goes how, on which schedule: most of these recipes are run always, the others where `exhaustive` is asked for.
 OFTEN = {
     "digits_fsdp": "sequential; ranks without a message; all-to-all, gathers and sums of FSDP",
     "digits_cp_pp": "three_phase; fetches of context parallelism, pipeline, tensor parallelism",
@@ -67,7 +67,13 @@ def equal(pool, name, backends):
     return counts
 
 
-@pytest.mark.parametrize("name", OFTEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("digits_bubble_fill", "digits_moe") else name
+        for name in OFTEN
+    ],
+)
 def test_a_recipe_trains_over_nccl_with_the_losses_of_gloo(pool4, name):
     counts = equal(pool4, name, [{}])
     assert sum(each.messages for each in counts) > 0

@@ -127,6 +127,7 @@ def layouts(draw, world):
     return "\n".join([text, *lines, "[training]", f"local_batch_size = {local}", 'dtype = "float64"'])
 
 
+@pytest.mark.exhaustive  # the covering array and drawn recipes have what it draws
 @pytest.mark.slow
 @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(text=layouts(4))

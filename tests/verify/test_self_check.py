@@ -24,7 +24,16 @@ FAST = ("gemma3",)
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2")]
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+OFTEN = {*REST[::2]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FAST,
+        *(pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.exhaustive) for name in REST),
+    ],
+)
 def test_the_parts_compute_what_transformers_computes(directory, name):
     short = ("--training.steps", "5", "--lr_scheduler.total_steps", "9")  # of which nothing is compared
     assert self_check(parse_recipe(tiny_vlms.recipe_text(directory(name)), short)) < TOLERANCE
