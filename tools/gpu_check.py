@@ -7,7 +7,8 @@
 
 One GPU will do: NCCL takes the ranks on it for ranks of different hosts. With several GPUs ranks have one each. A check
 has a process of its own and a limit of time. With `--json` lines of progress go to standard error. Exit status 1 if a
-check failed. tools/results/gpu_check.json keeps step times of one H100, from when these were the whole list;
+check failed. tools/results/gpu_check.json keeps step times of one H100, from when these were the whole list,
+gpu_check_parity.json and gpu_check_memory.json those checks on one H200;
 gpu_check_cpu.json is the list's on a CPU, gpu_check_fake.json that on the fake accelerator.
 """
 
