@@ -6,7 +6,7 @@ It says which candidates are worth a simulation. What modules cost is worked out
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Estimator:
 
     def _module(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks
-        key = name, *astuple(replace(plan, ranks=(plan.ranks[0] % node, 0))), samples, stages_per_rank
+        key = name, plan.ranks[0] % node, *plan.key()[1:], samples, stages_per_rank
         if key not in self._known:
             self._known[key] = self._make(name, plan, samples, stages_per_rank)
         return self._known[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from hetmesh.cost.stage_cuts import default_splits
@@ -36,6 +36,10 @@ class ModulePlan:
     activation_checkpoint: CheckpointMode = "none"
     expert_parallel: int = 1
     reshard: Reshard = "default"
+
+    def key(self) -> tuple:
+        """What tells plans of a module apart, and orders them. (`astuple` copies each value: a quarter of a search.)"""
+        return self.ranks, self.degrees, self.activation_checkpoint, self.expert_parallel, self.reshard
 
     @property
     def reshard_after_forward(self) -> Reshard:
@@ -105,7 +109,7 @@ class LayoutPlan:
 
     def key(self) -> tuple:
         """What tells candidates apart, and orders equals."""
-        modules = tuple((name, *astuple(own)) for name, own in self.modules.items())
+        modules = tuple((name, *own.key()) for name, own in self.modules.items())
         step = self.schedule, self.microbatch_size, self.stages_per_rank
         return self.placement, modules, *step, tuple(self.shares.items())
 
