@@ -14,6 +14,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
 from support.received_rows import received_rows
 
@@ -167,7 +168,12 @@ class PartialLeft:
             job.runtime.reducers[Stage(self.module)] = lambda: lambda: None
 
 
-@pytest.mark.parametrize("fault", [Averaged("vision"), PartialLeft("llm")], ids=str)
+MORE_FAULTS = [
+    pytest.param(fault, marks=pytest.mark.exhaustive) for fault in (Averaged("llm"), faults.ScaleGradient("llm"))
+]
+
+
+@pytest.mark.parametrize("fault", [Averaged("vision"), PartialLeft("llm"), *MORE_FAULTS], ids=str)
 def test_faults_of_sharded_modules_are_found(pool, fault):
     with pytest.raises(ParityError):
         check(pool, layout(FSDP, FSDP_TP, "colocated"), fault)
@@ -230,7 +236,11 @@ def test_gradients_of_adapters_that_are_not_summed_over_shares_of_tokens_are_fou
         check(pool, adapted(text, adapters), PartialLeft("llm"))
 
 
-@pytest.mark.parametrize("fault", [PartialLeft("llm"), PartialLeft("vision")], ids=str)
+@pytest.mark.parametrize(
+    "fault",
+    [PartialLeft("llm"), PartialLeft("vision"), pytest.param(faults.PermuteRows("llm"), marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_faults_of_sequence_parallelism_are_found(pool, fault):
     with pytest.raises(ParityError):
         check(
