@@ -234,7 +234,7 @@ class Training(Section):
 class ActivationCheckpoint(Section):
     """`[activation_checkpoint]`: what the backward of each block computes again instead of keeping it."""
 
-    mode: CheckpointMode = "none"  # full: the whole block; selective: all but the operations in
+    mode: CheckpointMode = "none"  # computed again: full, the whole block; selective, all but save_ops
     save_ops: Annotated[tuple[str, ...], Field(min_length=1)] | None = None  # names of torch; None: products, attention
 
 
