@@ -11,7 +11,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from hetmesh._processes import no_garbage_collection
 from hetmesh.boundary import World
-from hetmesh.checkpoint.save_plan import is_plain
+from hetmesh.checkpoint.save_plan import is_plain, uneven_parts
 from hetmesh.errors import CheckpointError
 from hetmesh.files import open_file
 from hetmesh.records import checksums
@@ -109,12 +110,23 @@ def read_alone(path: Path, state: dict[str, Any], index: Index, rank: str = "") 
 
 
 class Planner(DefaultLoadPlanner):
-    """DCP's, which unpickles plain values only (DCP's runs whatever code they name), and equal ones once: options of
-    optimizers are thousands, nearly all alike."""
+    """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`). It unpickles plain values only (DCP's
+    runs whatever code they name), and equal ones once: options of optimizers are thousands, nearly all alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[bytes, Any] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads."""
+        plan, held, metadata = super().create_local_plan(), uneven_parts(self.state_dict), self.metadata
+        items = [item for item in plan.items if item.dest_index.fqn not in held]
+        if metadata is not None:
+            for name, part in held.items():
+                saved = metadata.state_dict_metadata[name]
+                if all(part.sizes) and isinstance(saved, TensorStorageMetadata):
+                    items += create_read_items_for_chunk_list(name, saved, [part])
+        return replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor into its place."""
