@@ -214,12 +214,8 @@ def _check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, a
 
 
 def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> ModuleGraph:
-    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs.
-
-    Raises:
-        RecipeError: of every module that cannot be split, or not so, and of every side output that nobody takes, with
-            the key.
-    """
+    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs. Raises RecipeError: of
+    every module that cannot be split, or not so, and of every side output that nobody takes, with the key."""
     refusals = Refusals()
     boundaries: tuple[BoundarySpec, ...] = ()
     with refusals.collect():
@@ -281,11 +277,8 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
 
 
 def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
-    """How batches are balanced.
-
-    Args:
-        costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
-    """
+    """How batches are balanced. `costs`: what samples cost the modules; None where `balance.policy = "none"`, which has
+    no use for most keys."""
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
     return BalanceOptions(

@@ -50,14 +50,8 @@ def compare_in_process(recipe: Recipe) -> list[str]:
 
 
 def compare(resolved: ResolvedRecipe) -> list[str]:
-    """Compare modules and first samples with transformers' own in this process, and record the result.
-
-    Returns:
-        What was found, a line each.
-
-    Raises:
-        SelfCheckError: they differ, or could not be compared.
-    """
+    """Compare modules and first samples with transformers' own in this process, and record the result. Returns what was
+    found, a line each. Raises SelfCheckError: they differ, or could not be compared."""
     from hetmesh.verify.processor_check import check_processor
     from hetmesh.verify.self_check import NOT_COMPARED, self_check
 
