@@ -68,8 +68,8 @@ class TransferStep:
 
     @cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks of both sides by what they hold: cell per dim, then Partial coordinates; replicas last. A key of a
-        source group is the first two of these."""
+        """Ranks of both sides by what they hold: cell per dim, then Partial coordinates; replicas last. Those of
+        the source with equal cells and coordinates are a group; its key ends with the tuple of the coordinates."""
         src_cells, dst_cells = self._sides
         return _by_content(self.src, src_cells), _by_content(self.dst, dst_cells)
 
