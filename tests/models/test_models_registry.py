@@ -214,21 +214,6 @@ def test_recipe_errors(change, message):
         make(**change)
 
 
-def test_boundary_errors():
-    chain = BoundarySpec("vision", "projector")
-    with pytest.raises(RecipeError, match=r"boundary projector->llm: `at` is missing"):
-        make(boundaries=[chain, BoundarySpec("projector", "llm")])
-    with pytest.raises(RecipeError, match="boundary vision->projector: at = 'image', but only an LLM has placeholders"):
-        make(boundaries=[BoundarySpec("vision", "projector", "image"), BoundarySpec("projector", "llm", "image")])
-    with pytest.raises(RecipeError, match="boundary projector->nobody: no module 'nobody'"):
-        make(boundaries=[BoundarySpec("projector", "nobody")])
-    both = [chain, BoundarySpec("projector", "llm", "image"), BoundarySpec("vision", "second")]
-    with pytest.raises(
-        RecipeError, match="boundary second->llm: rows of 'projector' replace the placeholder 'image' already"
-    ):
-        make(boundaries=[*both, BoundarySpec("second", "llm", "image")], second=Module("mlp"))
-
-
 def test_the_users_own_modules():
     adapters: Any = make(
         Module(path("Patches"), {"width": 16}),

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from hetmesh.boundary import device_mesh
 from hetmesh.data.digits import DigitsSource
-from hetmesh.data.expand import expand, expand_tokens
+from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
@@ -61,7 +61,7 @@ def samples(adapters, kinds: tuple[str, ...]):
         while source.kind(index) != kind:
             index += 1
         meta = source.meta(index)
-        expanded = expand(meta, {"image": adapters["vision"].item_rows}).meta
+        expanded = Expander({"image": adapters["vision"].item_rows})(meta).meta
         pairs.append((expand_tokens(source.load(index), meta, expanded, source.placeholders), expanded))
         index += 1
     return pairs

@@ -17,7 +17,7 @@ from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
-from hetmesh.recipe.section import freeze
+from hetmesh.recipe.section import freeze, thaw
 
 if TYPE_CHECKING:
     from hetmesh.recipe.wiring import Wiring
@@ -207,7 +207,7 @@ def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Mapping):
-        return sections.thaw(given)
+        return thaw(given)
     try:
         return from_toml(given)
     except ValueError as error:

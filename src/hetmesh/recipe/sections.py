@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thaw
+from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thawed
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
 from hetmesh.recipe.values import (
@@ -120,10 +120,7 @@ class Module(NamesCode):
     attention_mask: AttentionMask = "causal"  # of the LLM
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The model's own keys, as a new copy: libraries that read a config table may also write into it."""
-        return thaw(self.frozen_config)
+    config = thawed("frozen_config")  # the model's own keys
 
 
 class Boundary(Section):
@@ -189,10 +186,7 @@ class Mixed(Section):
     name: str | None = None  # in ids of samples and in metrics; None: that of the source
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The source's keyword arguments, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # the source's keyword arguments
 
 
 class Data(NamesCode):
@@ -207,10 +201,7 @@ class Data(NamesCode):
     on_bad_sample: Literal["stop", "skip"] = "stop"  # one that cannot be read: end the run, or leave it out, counted
     on_no_target: Literal["count", "stop"] = "count"  # a sample that adds nothing to the loss: name the first, or end
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The source's keyword arguments, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # the source's keyword arguments
 
 
 class Training(Section):
@@ -255,10 +246,7 @@ class ParamGroup(Section):
         default=FrozenDict(), alias="optimizer_kwargs"
     )
 
-    @property
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments that take precedence over those of `[optimizer]` and its module, as a new copy."""
-        return thaw(self.frozen_kwargs)
+    optimizer_kwargs = thawed("frozen_kwargs")  # these take precedence over `[optimizer]` and its module
 
 
 class Optimizer(NamesCode):
@@ -278,10 +266,7 @@ class Optimizer(NamesCode):
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
     param_groups: tuple[ParamGroup, ...] = ()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the class that it names, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # keyword arguments of the class that it names
 
     @property
     def names(self) -> tuple[str, ...]:

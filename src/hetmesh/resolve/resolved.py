@@ -8,6 +8,7 @@ from functools import cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders
+from hetmesh.cost import Profile, load_machine
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
@@ -31,7 +32,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Balance
 from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
-from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
+from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import StepSchedules, check_schedule
 from hetmesh.resolve.splits import module_splits
@@ -107,8 +108,16 @@ class ResolvedRecipe:
         return StepSchedules(self.recipe, self.graph, model)
 
     def step_model(self, machine: str | None = None, profile: str | None = None) -> StepModel:
-        """`named_step_model` of the recipe."""
-        return named_step_model(self.recipe, self.graph, self.shapes, machine, profile)
+        """`recipe_step_model` with the machine and the profile that a command names.
+
+        Args:
+            machine: a name or TOML file; None: `[metrics] machine`, else a CPU.
+            profile: a file of `hetmesh profile`; None: `[profiling] profile`.
+        """
+        fitted = profile or self.recipe.profiling.profile
+        found = Profile.load(fitted) if fitted else None
+        device = load_machine(machine) if machine else None
+        return recipe_step_model(self.recipe, self.graph, self.shapes, device, found)
 
 
 def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
@@ -205,12 +214,8 @@ def _check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, a
 
 
 def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> ModuleGraph:
-    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs.
-
-    Raises:
-        RecipeError: of every module that cannot be split, or not so, and of every side output that nobody takes, with
-            the key.
-    """
+    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs. Raises RecipeError: of
+    every module that cannot be split, or not so, and of every side output that nobody takes, with the key."""
     refusals = Refusals()
     boundaries: tuple[BoundarySpec, ...] = ()
     with refusals.collect():
@@ -272,11 +277,8 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
 
 
 def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
-    """How batches are balanced.
-
-    Args:
-        costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
-    """
+    """How batches are balanced. `costs`: what samples cost the modules; None where `balance.policy = "none"`, which has
+    no use for most keys."""
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
     return BalanceOptions(
