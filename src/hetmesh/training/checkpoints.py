@@ -15,8 +15,6 @@ from hetmesh.checkpoint.resume import (
     RunState,
     changes,
     check_changes,
-    check_configs,
-    check_model,
     configs,
     described,
     run_state,
@@ -126,8 +124,7 @@ class RunCheckpoints:
             except RecipeError as error:
                 hint = f"; keys that have changed: {differing}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{hint}") from error
-        check_model(changed, path)
-        check_configs(saved.configs, self.configs, path)
+        saved.check_model(recipe, self.configs, path)
         notes = [f"note: {note}" for note in job.loader.load_state_dict(loaded)]
         if held := sorted({*own} - saved.references.keys()):  # maybe other weights than the directory
             notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')

@@ -35,6 +35,7 @@ from hetmesh.parallel.apply import Root
 from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fsdp_log import log_collectives
 from hetmesh.parallel.fully_shard import WholeInStep
+from hetmesh.parallel.gradient_axes import is_first
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.resolved import ResolvedRecipe
@@ -44,7 +45,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
-from hetmesh.training.gradients import GlobalGradients, counted
+from hetmesh.training.gradients import counted
 from hetmesh.training.loss import CheckedLoss, CustomLoss, cross_entropy_of
 from hetmesh.training.non_finite import NonFiniteSteps
 from hetmesh.training.step import StepResult, TrainingStep
@@ -206,17 +207,7 @@ class Job:
     @cached_property
     def training_step(self) -> TrainingStep:
         """Takes its steps."""
-        return TrainingStep(
-            self.upcoming,
-            self.runtime,
-            GlobalGradients(self.runtime, self.parameters(), self.counted),
-            self.root,
-            self.counts_loss,
-            self.first_steps,
-            self.non_finite,
-            self.recipe.training.seq_len,
-            self.recipe.data.on_bad_sample == "skip",
-        )
+        return TrainingStep(self)
 
     def plan_step(self, number: int) -> PlannedStep:
         """Everything about step `number` (from 0) that needs no payload and no other rank. A pure function of the run.
@@ -284,11 +275,7 @@ class Job:
     @property
     def counts_loss(self) -> bool:
         """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
-        mesh = self.graph.sink.stage_mesh(-1).merge(LANE_AXES, "lane")
-        coordinate = mesh.coordinate(self.world.rank)
-        return coordinate is not None and all(
-            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis not in ("lane", "cp")
-        )
+        return is_first(self.graph.sink.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
 
 
 def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None, DeviceMesh | None]:
