@@ -39,7 +39,6 @@ class InFlightWork(Protocol):
 
     def deliver(self) -> None:
         """Block until it is over and put what came in place."""
-        ...
 
 
 @dataclass(eq=False)
