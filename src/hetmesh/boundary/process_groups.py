@@ -1,11 +1,8 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
-A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no separate group on gloo, which has tags: they travel on the group of all ranks.
-
-Channels are the groups of messages on backends that match messages by order. One communicator is one queue: whatever
-shares it waits for all that was posted before. So the fetches of each context-parallel group have a separate channel,
-and so has each edge, up to a number per rank.
+A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Channels are the
+groups of messages on backends that match messages by order: whatever shares one waits for all that was posted before.
+On gloo, which has tags, messages travel on the group of all ranks.
 """
 
 from __future__ import annotations

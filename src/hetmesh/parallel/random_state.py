@@ -1,9 +1,8 @@
 """Random state belongs to a place in the step, not to the process: what is drawn does not depend on what else ran here.
 
 The generators (the CPU's and the device's) are seeded from a place when a stage begins, when a layer begins and ends,
-and where tensor parallelism begins and ends. Two kinds of places: those of values that tensor-parallel ranks hold
-alike, which draw alike, and those of shards (heads, inputs of row-wise linears, shares of the tokens), which add the
-coordinate along `tp`. Ranks along `cp` hold different tokens, so all that they draw differs.
+and where tensor parallelism begins and ends. Values that tensor-parallel ranks hold alike are drawn alike; for shards
+(heads, inputs of row-wise linears, shares of the tokens) the coordinate along `tp` is added, and along `cp` always.
 """
 
 from __future__ import annotations
