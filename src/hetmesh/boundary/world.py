@@ -201,17 +201,14 @@ class World:
         return self._meshes[spec]
 
     @contextlib.contextmanager
-    def waiting(self, what: object, whom: str = "the other ranks", *, timeout: float | None = None) -> Iterator[None]:
+    def waiting(self, what: object, whom: str = "the other ranks") -> Iterator[None]:
         """Watch the body, a wait for `whom`, and say what was waited for if it lasts too long.
-
-        Args:
-            timeout: seconds for the watchdog, where they are more than those of any single wait.
 
         Raises:
             BoundaryTimeout: the backend gave up.
         """
         try:
-            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}", timeout):
+            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}"):
                 yield
         except RuntimeError as error:
             if not timed_out(error):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from hetmesh.checkpoint.resume import (
     run_state,
 )
 from hetmesh.errors import RecipeError
-from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.directories import References, check_references, referenced, references
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
@@ -82,10 +80,6 @@ class RunCheckpoints:
         state, frozen = self.state(progress), frozenset(self.references)
         with self.job.expert_placement.in_expert_order(self.optimizers):
             self.checkpointer.save(progress.step, self.job.root, self.optimizers, state, frozen)
-
-    def report_to(self, reporter: Reporter) -> None:
-        """Report each checkpoint when it is complete."""
-        self.checkpointer.on_saved = partial(reporter.saved, asynchronous=self.checkpointer.asynchronous)
 
     def export(self, step: int, export: Export) -> list[str]:
         """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""

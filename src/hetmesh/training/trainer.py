@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class Trainer:
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
         )
-        self.checkpoints.report_to(self.reporter)
+        self.checkpointer.on_saved = partial(self.reporter.saved, asynchronous=self.checkpointer.asynchronous)
         self.reporter.started(
             self.step,
             ranks=world.size,
