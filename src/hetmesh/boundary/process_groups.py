@@ -74,7 +74,7 @@ def job_groups(
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     channels = job_channels(graph) if by_order else None
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link, channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     own = () if channels is None else (channel.ranks for channel in channels.all)
     return (*(ranks for ranks in groups if len(ranks) > 1), *own)
@@ -122,17 +122,15 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(
-    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
-) -> Iterator[Ranks]:
+def edge_groups(stages: StageGraph, link: str, channels: Channels | None) -> Iterator[Ranks]:
     """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
-    if link == MEMORY and transport == "auto":
+    if link == MEMORY:
         return
     for edge in stages.edges:
         if channels is not None and edge in channels.of_edge:
             continue
         ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
-        if may_use_all_to_all(len(ranks), transport):
+        if may_use_all_to_all(len(ranks)):
             yield ranks
 
 

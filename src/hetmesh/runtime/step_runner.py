@@ -224,7 +224,6 @@ class StepRunner:
                 local,
                 runtime.graph[along.edge.source.module].options.row_dtype,
                 transfer_label(along, forward),
-                transport=runtime.transport,
                 tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
                 + self.tags[edge],
                 group=runtime.world.channel(runtime.channels.get(along.edge)),
