@@ -44,11 +44,8 @@ MACHINE = "h100"
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """Messages of one rank along one boundary in one direction, and the bytes that it `sent` and `received`.
-
-    Attributes:
-        edge: the boundary and `forward` or `backward`.
-    """
+    """Messages of one rank along one boundary in one direction (`edge` names both), and the bytes that it `sent` and
+    `received`."""
 
     edge: str
     messages: int

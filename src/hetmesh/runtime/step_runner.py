@@ -59,8 +59,8 @@ class StepRunner:
         self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
-        done = ((a.kind, a.target, a.microbatch) for a in self.actions)
-        forwards = ((stage, m) for kind, stage, m in done if kind is Kind.FORWARD and isinstance(stage, Stage))
+        done = (action for action in self.actions if action.kind is Kind.FORWARD)
+        forwards = ((action.target, action.microbatch) for action in done if isinstance(action.target, Stage))
         self.batches = BatchesAhead(load_batch, accelerator, forwards, runtime.copying)
         of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
         for stage, whole in runtime.whole.items():

@@ -58,9 +58,6 @@ class EmulatedNccl(Nccl):
         seed: of the delays.
         chooses_as: the backend whose costs and abilities count where transports are chosen: with "gloo" nearly all
             goes by messages.
-
-    Attributes:
-        counts: what happened.
     """
 
     name: str = "gloo"
