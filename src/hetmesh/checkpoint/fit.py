@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.reading import first_of, gathered
+from hetmesh.boundary.world import gather_objects
+from hetmesh.checkpoint.reading import first_of
 from hetmesh.checkpoint.resume import RunState
 from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
@@ -30,7 +31,7 @@ _N_NAMES = 8  # in one message
 def check_fit(world: World, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective. Raises RecipeError:
     they differ on some rank; the same on all, before anything is read."""
-    by_rank = gathered(world, (set(state), differences(state, saved)), f"comparing {path} with the recipe")
+    by_rank = gather_objects((set(state), differences(state, saved)), world, f"comparing {path} with the recipe")
     keys = set().union(*(names for names, _ in by_rank))
     expected, there = _modules(keys), _modules(saved)
     if expected != there:

@@ -130,11 +130,6 @@ class ParallelModule:
         (only,) = self.stages
         return only
 
-    @property
-    def fully_sharded(self) -> bool:
-        """Whether FSDP shards the module."""
-        return bool(fully_shard_axes(self.spec))
-
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""
         return self._parameters[stage]

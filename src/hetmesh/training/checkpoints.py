@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ from hetmesh.checkpoint.resume import (
     RunState,
     changes,
     check_changes,
-    check_configs,
-    check_model,
     configs,
     described,
     run_state,
 )
 from hetmesh.errors import RecipeError
-from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.directories import References, check_references, referenced, references
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
@@ -85,10 +81,6 @@ class RunCheckpoints:
         with self.job.expert_placement.in_expert_order(self.optimizers):
             self.checkpointer.save(progress.step, self.job.root, self.optimizers, state, frozen)
 
-    def report_to(self, reporter: Reporter) -> None:
-        """Report each checkpoint when it is complete."""
-        self.checkpointer.on_saved = partial(reporter.saved, asynchronous=self.checkpointer.asynchronous)
-
     def export(self, step: int, export: Export) -> list[str]:
         """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""
         path, lines = self.checkpointer.folder / f"step-{step}", list[str]()
@@ -126,8 +118,7 @@ class RunCheckpoints:
             except RecipeError as error:
                 hint = f"; keys that have changed: {differing}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{hint}") from error
-        check_model(changed, path)
-        check_configs(saved.configs, self.configs, path)
+        saved.check_model(recipe, self.configs, path)
         notes = [f"note: {note}" for note in job.loader.load_state_dict(loaded)]
         if held := sorted({*own} - saved.references.keys()):  # maybe other weights than the directory
             notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
