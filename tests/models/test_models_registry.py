@@ -137,6 +137,9 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
     assert adapters["drawing"].media == "stroke"
 
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -188,6 +191,10 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"llm": Module("qwen3", {**LLM, "vocab_size": 9})}, r"must be at least the data source's 23, got 9"),
         ({"llm": Module("qwen3", {**LLM, "num_key_value_heads": 3})}, r"must divide num_attention_heads = 4, got 3"),
         ({"llm": Module("qwen3", {**LLM, "head_dim": 7})}, r"modules\.llm\.config: .*even rotary dim"),
+        (
+            {"llm": Module("qwen3", {**LLM, "head_dim": 7, "rope_parameters": PARTIAL})},
+            r"modules\.llm\.config\.head_dim: must be even \(rotary positions\), got 7",
+        ),
         (
             {"projector": Module("mlp", {"out_features": 9})},
             r"boundary projector->llm: 'projector' emits rows of width 9",

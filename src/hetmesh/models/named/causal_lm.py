@@ -68,6 +68,9 @@ class CausalLMAdapter(AdapterDefaults):
                 f"{request.key}.config.num_key_value_heads: must divide num_attention_heads = "
                 f"{config.num_attention_heads}, got {config.num_key_value_heads}"
             )
+        features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if features % 2:  # of which transformers rotates all, whatever `partial_rotary_factor` says
+            raise RecipeError(f"{request.key}.config.head_dim: must be even (rotary positions), got {features}")
         if config.vocab_size < request.vocab_size:
             raise RecipeError(
                 f"{request.key}.config.vocab_size: must be at least the data source's {request.vocab_size}, "
