@@ -15,6 +15,7 @@ from hetmesh._torch_compat import abandon_fsdp_step
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator, Event
+from hetmesh.boundary.collective_clock import CollectiveClock
 from hetmesh.boundary.process_groups import edge_groups, job_channels
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
@@ -35,6 +36,9 @@ Reducer = Callable[[], Callable[[], None]]
 Recording = list[tuple[Action, float, float]]
 """What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
 sums begin, and when they are waited for."""
+
+Collectives = list[tuple[bool, float, float]]
+"""Collectives inside its modules: whether one gathers parameters, start and stop as in `Recording`."""
 
 
 class Runtime:
@@ -59,7 +63,8 @@ class Runtime:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded as well as the CPU's; None where the device is the CPU.
         copying, beside: streams for batches and for slices in gaps; None where the device has no streams.
-        recording: set it to a list to have the actions of the next steps recorded.
+        recording: set it to a list to have the actions of the next steps recorded, and in
+        collectives: the collectives inside them. On streams of their own (FSDP's on GPUs) they may run beside actions.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
 
@@ -84,6 +89,7 @@ class Runtime:
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.recording: Recording | None = None
+        self.collectives: Collectives = []
         self.live_bytes: LiveBytes | None = None
         self._everyone = world.group(range(world.size))
         world.connect()
@@ -124,7 +130,9 @@ class Runtime:
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
-        with self.world.backend.step(), self._forgotten_if_it_fails(), torch.set_grad_enabled(schedule.training):
+        ticking = nullcontext() if clock is None else clock.collectives.ticking()
+        graded = torch.set_grad_enabled(schedule.training)
+        with self.world.backend.step(), self._forgotten_if_it_fails(), graded, ticking:
             for action in runner.actions:
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
                     if action.kind is Kind.REDUCE:
@@ -141,6 +149,7 @@ class Runtime:
             runner.drain()
         if clock is not None and self.recording is not None:
             self.recording += clock.read()
+            self.collectives += clock.read_collectives()
         if schedule.training and settled and self._changed_anywhere():
             self.settle()
         return runner.loss_sum
@@ -203,6 +212,7 @@ class ActionClock:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._timed: list[tuple[Action, Event, Event]] = []
+        self.collectives = CollectiveClock(self._now)
         accelerator.synchronize()
         self._zero = self._now()
         self._zero_at = time.perf_counter()
@@ -218,6 +228,10 @@ class ActionClock:
         """What was timed, in order. The host waits for it."""
         self.accelerator.synchronize()
         return [(action, self._seconds(started), self._seconds(stopped)) for action, started, stopped in self._timed]
+
+    def read_collectives(self) -> Collectives:
+        """Those inside the actions; after `read`."""
+        return [(gathers, self._seconds(start), self._seconds(stop)) for gathers, start, stop in self.collectives.spans]
 
     def _now(self) -> Event:
         event = self.accelerator.event(timing=True)

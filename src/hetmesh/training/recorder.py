@@ -44,6 +44,7 @@ class StepRecorder:
             with self.job.world.waiting("start of the recorded step"):
                 dist.barrier(group=self.job.world.group(range(self.job.world.size)))
             self.zero, self.job.runtime.recording = time.perf_counter(), []
+            self.job.runtime.collectives = []
         return wanted
 
     def computed(self) -> None:
@@ -58,7 +59,9 @@ class StepRecorder:
         computed = self._computed_at + world.log.agreeing_s
         world.accelerator.synchronize()  # the optimizer's work is queued by now, and not done
         recording, runtime.recording = runtime.recording or [], None
-        mine = (_by_index(recording, schedule, self.zero), (computed - self.zero, time.perf_counter() - self.zero))
+        inside = [(gathers, start - self.zero, stop - self.zero) for gathers, start, stop in runtime.collectives]
+        update = computed - self.zero, time.perf_counter() - self.zero
+        mine = _by_index(recording, schedule, self.zero), update, inside
         everyone: list[Any] = [None] * world.size
         with world.waiting("recordings of all ranks"):
             dist.all_gather_object(everyone, mine, group=world.group(range(world.size)))
@@ -67,13 +70,13 @@ class StepRecorder:
         actions = schedule.actions
         records = {
             rank: [(actions[i], start, stop) for i, start, stop in recorded]
-            for rank, (recorded, _) in enumerate(everyone)
+            for rank, (recorded, *_) in enumerate(everyone)
             if rank in self.job.graph.ranks
         }
-        optimizer = {rank: everyone[rank][1] for rank in records}
+        optimizer, collectives = ({rank: everyone[rank][i] for rank in records} for i in (1, 2))
         out: dict[str, Any] = {
             "step": planned.number + 1,
-            "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
+            "measured": Timeline.recorded(schedule, records, optimizer=optimizer, collectives=collectives).as_json(),
         }
         if (predicted := self._predicted(schedule, plan)) is not None:
             out["predicted"] = predicted
