@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
+from hetmesh.balance.assignment import Assignment, BatchLoads, Lengths, Slots, check
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, share_microbatches
 from hetmesh.balance.run_balancer import assign
@@ -40,7 +40,8 @@ class BalanceOptions:
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
         equal_counts: whether every lane and microbatch has as many samples as every other.
-        score: what `auto` chooses by (`assign`).
+        score: what `auto` chooses by (`assign`); None: `pipeline_score`, with
+        lengths: what steps take (`Slots`).
     """
 
     policy: str = "none"
@@ -52,6 +53,7 @@ class BalanceOptions:
     equal_counts: bool = False
     microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     score: Score | None = None
+    lengths: Lengths | None = None
 
 
 UNBALANCED = BalanceOptions()
@@ -133,6 +135,7 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         deferral=balance.deferral,
         lockstep=graph.sink.lanes_together > 1,
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
+        lengths=balance.lengths,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
-from hetmesh.balance.co_located import check_shares, leaders
+from hetmesh.balance.co_located import check_shares, leaders, led_modules
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
@@ -33,9 +33,10 @@ from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
 from hetmesh.resolve.refusals import check_recipe
-from hetmesh.resolve.schedules import StepSchedules, check_schedule
+from hetmesh.resolve.schedules import StepSchedules, check_schedule, schedule_options
 from hetmesh.resolve.splits import module_splits
 from hetmesh.simulate import StepModel
+from hetmesh.simulate.replay import StepReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,17 @@ class ResolvedRecipe:
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
         keys = self.recipe.balance
-        return balance_options(keys, None if keys.policy == "none" else self.costs)
+        return balance_options(keys, None if keys.policy == "none" else self.costs, self.lengths)
+
+    @cached_property
+    def lengths(self) -> StepReplay | None:
+        """What steps take under the placement and schedule of the recipe, for balancers; None where that is 1F1B with
+        each module on ranks of its own."""
+        led = [self.graph[name].mesh.ranks for name in led_modules(self.graph)]
+        alone = sum(map(len, led)) == len(set().union(*led))
+        if alone and self.recipe.schedule == "1f1b":
+            return None
+        return StepReplay(self.graph, self.recipe.schedule, schedule_options(self.recipe))
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
@@ -271,11 +282,14 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
         raise RecipeError("\n".join(wrong))
 
 
-def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
+def balance_options(
+    keys: Balance, costs: Mapping[str, SampleCosts] | None, lengths: StepReplay | None = None
+) -> BalanceOptions:
     """How batches are balanced.
 
     Args:
         costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
+        lengths: what steps take.
     """
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
@@ -287,4 +301,5 @@ def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> B
         free=keys.microbatches == "free",
         deferral=keys.deferral,
         microbatch_shares=keys.microbatch_shares,
+        lengths=lengths,
     )
