@@ -7,7 +7,9 @@ negative coefficient. The fit minimises relative errors: a small and a large mic
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -123,6 +125,11 @@ class Profile:
         """What `save` writes."""
         layers = {kind: {part: asdict(c) for part, c in parts.items()} for kind, parts in self.layers.items()}
         return {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal contents: eight hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises OutputError: it cannot be written."""

@@ -28,11 +28,14 @@ class StepReplay:
 
     Attributes:
         policy, options: of the schedule: a key of `hetmesh.schedule.POLICIES`, and its parameters.
+        shares: per module, what each of its stages takes of its forward and of its backward; one that is missing: as
+            much as the others.
     """
 
     graph: ModuleGraph
     policy: str
     options: PolicyOptions
+    shares: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
 
     def __call__(self, work: np.ndarray, backward: Sequence[float], late: np.ndarray | None = None) -> np.ndarray:
         """The length of each of some steps, float64 `[steps]`; infinite where there is no such schedule.
@@ -49,7 +52,8 @@ class StepReplay:
             return np.full(len(work), np.inf)
         led = led_modules(self.graph)
         place = [led.index(stage.module) if stage.module in led else -1 for stage in order.stages]
-        count = [self.graph[stage.module].num_stages for stage in order.stages]
+        known = dict(self.shares)
+        shares = [known[s.module][s.index] if s.module in known else self._equal(s.module) for s in order.stages]
         forward = np.moveaxis(np.asarray(work, float), 0, 2)  # [microbatches, modules, steps]
         program, zero = order.program, np.zeros(len(work))
         free = [zero] * len(program.tracks)
@@ -63,16 +67,19 @@ class StepReplay:
                     for track in tracks:
                         free[track] = _latest([free[track], arrival], zero)
             elif kind != REDUCE and place[target] >= 0:
-                seconds = forward[m, place[target]] / count[target]
+                seconds, (once, back) = forward[m, place[target]], shares[target]
                 if kind != FORWARD:
-                    share = backward[place[target]] * (1.0 if kind == BACKWARD else 0.5)
-                    again = order.recomputed[target] and kind in (BACKWARD, BACKWARD_INPUT)
-                    seconds = seconds * (share + again)
+                    back *= backward[place[target]] * (1.0 if kind == BACKWARD else 0.5)
+                    once = back + once * (order.recomputed[target] and kind in (BACKWARD, BACKWARD_INPUT))
                 for tracks in program.groups[target]:
-                    stop = _latest([free[track] for track in tracks], zero) + seconds
+                    stop = _latest([free[track] for track in tracks], zero) + once * seconds
                     for track in tracks:
                         free[track] = stop
         return _latest(free, zero)
+
+    def _equal(self, module: str) -> tuple[float, float]:
+        share = 1 / self.graph[module].num_stages
+        return share, share
 
 
 def _latest(times: list[np.ndarray], zero: np.ndarray) -> np.ndarray:

@@ -205,6 +205,14 @@ class StageCosts:
             total += count * self.module.layers.of(kind, self._how(block, before))
         return total
 
+    @property
+    def seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Constant, and per row, pair and target of a rank, of a forward and of all after it; float64 `[4]` each. What
+        FSDP and context parallelism send is left out."""
+        parts = self._coefficients
+        back = parts[:, [_INPUT, _WEIGHT, _AGAIN, _SUMS_BACK]].sum(1)
+        return parts[:, [_FORWARD, _SUMS]].sum(1), back if self.backward else np.zeros(4)
+
     @cached_property
     def _moments(self) -> np.ndarray:
         """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
