@@ -212,33 +212,33 @@ class ActionClock:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._timed: list[tuple[Action, Event, Event]] = []
-        self.collectives = CollectiveClock(self._now)
+        self.collectives = CollectiveClock(self.now)
         accelerator.synchronize()
-        self._zero = self._now()
+        self._zero = self.now()
         self._zero_at = time.perf_counter()
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
         """The body is `action`, or a part of it, on the current stream."""
-        started = self._now()
+        started = self.now()
         yield
-        self._timed.append((action, started, self._now()))
+        self._timed.append((action, started, self.now()))
 
     def read(self) -> Recording:
         """What was timed, in order. The host waits for it."""
         self.accelerator.synchronize()
-        return [(action, self._seconds(started), self._seconds(stopped)) for action, started, stopped in self._timed]
+        return [(action, self.seconds(started), self.seconds(stopped)) for action, started, stopped in self._timed]
 
     def read_collectives(self) -> Collectives:
         """Those inside the actions; after `read`."""
-        return [(gathers, self._seconds(start), self._seconds(stop)) for gathers, start, stop in self.collectives.spans]
+        return [(gathers, self.seconds(start), self.seconds(stop)) for gathers, start, stop in self.collectives.spans]
 
-    def _now(self) -> Event:
+    def now(self) -> Event:
         event = self.accelerator.event(timing=True)
         event.record()
         return event
 
-    def _seconds(self, event: Event) -> float:
+    def seconds(self, event: Event) -> float:
         return self._zero_at + 1e-3 * self._zero.elapsed_time(event)
 
 

@@ -196,6 +196,7 @@ class StageCosts:
             self._experts_group("ep"),
             self.options.compile_backend == "inductor" and block,
             saved,
+            self._size("cp"),
         )
 
     @cached_property
@@ -252,8 +253,8 @@ class StageCosts:
     def _attentions(self) -> dict[tuple[LayerShape, How], int]:
         found: dict[tuple[LayerShape, How], int] = {}
         for (kind, block, before), count in self.contents.counts.items():
-            if kind.key_width:
-                key = kind, self._how(block, before)
+            key = kind, self._how(block, before)
+            if kind.key_width and self.module.layers.measured_collectives(*key) is None:
                 found[key] = found.get(key, 0) + count
         return found
 
