@@ -15,6 +15,7 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import checksums
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.trainer import Trainer
+from support.profiles import write_profile
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 
@@ -89,6 +90,20 @@ def test_a_resumed_run_says_so_and_what_has_changed(saved, world, capsys):
     assert f"results are in {saved}: summary.json, metrics.jsonl, checkpoint/\n" in out
     lines = [json.loads(line) for line in (saved / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_says_that_its_profile_has_changed(saved, world, capsys, tmp_path):
+    """E1: what balancers go by; the file has the same name, and other seconds in it."""
+    path, digests = tmp_path / "profile.json", []
+    for step in (3, 4):
+        profile = write_profile(path, resolve(recipe(saved)), {"llm": float(step)})
+        digests.append(profile.digest)
+        keys = (f"--profiling.profile={path}", f"--training.steps={step}")
+        Trainer(resolve(recipe(saved, *keys)), world).run()
+    out = capsys.readouterr().out
+    assert f'profiling.profile nothing -> "{digests[0]}"' in out
+    assert f'profiling.profile "{digests[0]}" -> "{digests[1]}"' in out
 
 
 @pytest.mark.slow

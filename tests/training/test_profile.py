@@ -4,11 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.boundary import World
 from hetmesh.cost import Profile, Work, layer_kind
 from hetmesh.data.loader import Loader
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe, sample_shapes
+from support.profiles import write_profile
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 
@@ -39,3 +43,25 @@ def test_every_layer_of_every_module_is_measured():
                 assert time.backward_weight > 0
     assert profile.held_out.count > 20
     assert isinstance(profile, Profile)
+
+
+def with_own_profile(rank, recipes):
+    with pytest.raises(RecipeError) as refused:
+        Job.assemble(resolve(recipes[rank]), World.current())
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_read_different_profiles_are_refused(pool, tmp_path):
+    """E1: they would deal the samples of a batch out differently."""
+    recipe = DIGITS.with_name("digits_colocated.toml")
+    keys = [f"--parallelism.{key}" for key in ("vision.ranks=0-1", "llm.ranks=0-1")]
+    keys += [f"--parallelism.{name}.data_parallel_replicate_degree=1" for name in ("vision", "llm")]
+    keys += ["--parallelism.vision.tensor_parallel_degree=2"]
+    recipes = []
+    for rank in range(2):
+        path = tmp_path / f"{rank}.json"
+        write_profile(path, resolve(load_recipe(recipe, keys)), {"llm": 1.0 + rank})
+        recipes.append(load_recipe(recipe, (*keys, f"--profiling.profile={path}")))
+    for rank, said in enumerate(pool(2).run(with_own_profile, recipes)):
+        assert said.startswith(f"profiling.profile = '{tmp_path / str(rank)}.json': the file of rank 1 is not")

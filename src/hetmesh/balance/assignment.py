@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,10 @@ import numpy as np
 from hetmesh.errors import GraphError
 
 _LEFT_OUT = np.empty(0, np.int64)
+
+Lengths = Callable[..., np.ndarray]
+"""`lengths(work, backward, late=None)`: the length of each of some steps under a run's own placement and
+schedule (`hetmesh.simulate.replay.StepReplay`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +109,7 @@ class Slots:
         lockstep: lanes wait for each other in every microbatch (FSDP gathers layer by layer); otherwise once a step.
         affinity: per module None, or whole numbers `[its lanes, lanes of the last module]`: how many ranks of the one
             are ranks of the other. Rows that stay there need no message.
+        lengths: what a step takes; None: what a 1F1B pipeline takes, with each module on ranks of its own.
 
     Raises:
         GraphError: a number that is not positive, or tuples of different lengths.
@@ -121,6 +126,7 @@ class Slots:
     deferral: bool = False
     lockstep: bool = False
     affinity: tuple[np.ndarray | None, ...] = ()
+    lengths: Lengths | None = None
 
     @property
     def digest(self) -> tuple[Any, ...]:

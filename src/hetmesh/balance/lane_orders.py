@@ -161,7 +161,11 @@ def _score(
     ordered = np.take_along_axis(work[None], windows[..., None], 2).reshape(count * groups, *work.shape[1:])
     if late is not None:
         late = np.take_along_axis(late[None], windows, 2).reshape(count * groups, -1)
-    lengths = step_lengths(ordered, slots.stages, slots.backward, late=late).reshape(count, groups)
+    if slots.lengths is None or late is not None:  # another order of what is late would be another schedule
+        lengths = step_lengths(ordered, slots.stages, slots.backward, late=late)
+    else:
+        lengths = slots.lengths(ordered, slots.backward)
+    lengths = lengths.reshape(count, groups)
     best = lengths.argmin(0)
     each = np.arange(groups)
     return candidates[best, each], lengths[best, each]

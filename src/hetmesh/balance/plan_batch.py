@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
+from hetmesh.balance.assignment import Assignment, BatchLoads, Lengths, Slots, check
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, share_microbatches
 from hetmesh.balance.run_balancer import assign
@@ -40,7 +40,8 @@ class BalanceOptions:
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
         equal_counts: whether every lane and microbatch has as many samples as every other.
-        score: what `auto` chooses by (`assign`).
+        score: what `auto` chooses by (`assign`); None: `pipeline_score`, with
+        lengths: what steps take (`Slots`).
     """
 
     policy: str = "none"
@@ -52,6 +53,7 @@ class BalanceOptions:
     equal_counts: bool = False
     microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     score: Score | None = None
+    lengths: Lengths | None = None
 
 
 UNBALANCED = BalanceOptions()
@@ -93,7 +95,8 @@ def within_range(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bal
     for name in graph.order:
         costs = _costs_of(balance, name)
         row, pair, target = (-(-n >> shift) for n in costs.forward)
-        coarse[name] = replace(costs, forward=(row, pair, target))
+        overhead = None if costs.overhead is None else costs.overhead >> shift
+        coarse[name] = replace(costs, forward=(row, pair, target), overhead=overhead)
     return replace(balance, costs=coarse)
 
 
@@ -126,14 +129,23 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         tuple(max(-(-samples // sizes[name]), 1) if name in sizes else microbatches for name in own),
         max_tokens=tuple(balance.max_tokens.get(name) for name in own),
         stages=tuple(graph[name].num_stages for name in own),
-        overhead=tuple(_OVERHEAD_ROWS * _costs_of(balance, name).forward[0] // _sharing(graph, name) for name in own),
+        overhead=tuple(_overhead(graph, balance, name) for name in own),
         backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
         equal_counts=balance.equal_counts,
         deferral=balance.deferral,
         lockstep=graph.sink.lanes_together > 1,
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
+        lengths=balance.lengths,
     )
+
+
+def _overhead(graph: ModuleGraph, balance: BalanceOptions, name: str) -> int:
+    costs = _costs_of(balance, name)
+    if costs.overhead is None:
+        return _OVERHEAD_ROWS * costs.forward[0] // _sharing(graph, name)
+    led = [each for each, leader in leaders(graph).items() if leader == name]
+    return sum((_costs_of(balance, each).overhead or 0) // _sharing(graph, each) for each in led)
 
 
 def _sharing(graph: ModuleGraph, name: str) -> int:

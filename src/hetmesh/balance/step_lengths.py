@@ -21,7 +21,7 @@ Score = Callable[[Assignment], float]
 
 
 def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
-    """The length of a 1F1B step under `slots`, of the slowest group of lanes, in the unit of `loads.work`."""
+    """The length of a step (`Slots.lengths`) of the slowest group of lanes, in the unit of `loads.work`."""
 
     def score(assignment: Assignment) -> float:
         adapted = replace(slots, microbatches=assignment.microbatches)
@@ -29,6 +29,9 @@ def pipeline_score(loads: BatchLoads, slots: Slots) -> Score:
         work = work.max(0, keepdims=True) if slots.lockstep else work
         late = BatchBlocks(adapted).late(assignment) if assignment.deferred.any() else None
         more = None
+        if slots.lengths is not None:
+            together = None if late is None else late.any(0)  # all lanes take one order
+            return float(slots.lengths(work, slots.backward, together).max(initial=0.0))
         if late is not None:
             late = np.asarray(late.any(0, keepdims=True)) if slots.lockstep else late
             more = np.full(len(late), _needs_more(late, slots.stages[-1]).any())  # all lanes take one order

@@ -21,6 +21,7 @@ from hetmesh._torch_compat import one_gloo_device, set_group_timeout
 from hetmesh.boundary import pending
 from hetmesh.boundary.accelerator import Accelerator, Buffers, Cuda
 from hetmesh.boundary.backend import Backend, Nccl
+from hetmesh.boundary.collective_clock import timed_collective
 from hetmesh.boundary.local_peers import LocalPeers
 from hetmesh.boundary.log import CommunicationLog
 from hetmesh.boundary.process_groups import Channel
@@ -208,7 +209,8 @@ class World:
             BoundaryTimeout: the backend gave up.
         """
         try:
-            with self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}"):
+            watched = self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}")
+            with watched, timed_collective():
                 yield
         except RuntimeError as error:
             if not timed_out(error):

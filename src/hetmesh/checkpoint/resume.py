@@ -74,6 +74,7 @@ class RunState:
         references: where the modules are that the checkpoint does not hold.
         experts: placement of experts (`ExpertPlacement.state`).
         configs: of the directories that modules come from.
+        profile: `Profile.digest` of what balancers and cuts went by; empty: FLOPs.
     """
 
     recipe: Mapping[str, Any] | None = None
@@ -86,6 +87,7 @@ class RunState:
     references: References = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)
     configs: Configs = field(default_factory=dict)
+    profile: str = ""
 
     @classmethod
     def of(cls, text: str) -> RunState:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hetmesh.recipe.recipe import load_recipe
+from hetmesh._processes import no_blas_threads
+from hetmesh.cli.launchers import find_place
+from hetmesh.cost import HeldOut, Observation
+from hetmesh.errors import HetmeshError
+from hetmesh.recipe.recipe import Recipe, load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Measure in this one process, on one device; a CPU's with one thread."""
-    recipe = load_recipe(args.recipe, overrides)
-    import torch
+    """Measure layers in this one process, on one device; a CPU's with one thread. Their collectives before that, in a
+    process for each rank of a group."""
+    with no_blas_threads():
+        recipe = load_recipe(args.recipe, overrides)
+        import torch
 
     from hetmesh.errors import LaunchError
     from hetmesh.files import to_json, writing
@@ -31,7 +39,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError("--device cuda: this machine has no GPU that torch can use; valid is cpu")
-    profile = profile_recipe(resolve(recipe), seconds=args.seconds, device=device)
+    torch.set_num_threads(1)  # workers are forked from this process
+    resolved = resolve(recipe)
+    collectives, said = _collectives(recipe, device)
+    if collectives is None:
+        return 0
+    profile = profile_recipe(resolved, seconds=args.seconds, device=device, collectives=collectives)
     path = Path(args.output or Path(recipe.job.dump_folder) / "profile.json")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,9 +52,43 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.json:
         print(to_json(profile.as_json(), indent=2))
         return 0
-    held = profile.held_out
     threads = ", one thread" if device == "cpu" else ""
     print(f"{len(profile.layers)} kinds of layers in {profile.dtype} on {profile.device}{threads}")
-    print(f"held-out shapes: mean error {held.mean:.1%}, largest {held.largest:.1%} over {held.count} measurements")
+    print(f"held-out shapes: {_errors(profile.held_out)}")
+    print(f"collectives of tensor and context parallelism: {said}")
+    if profile.collectives:
+        print(f"held-out shapes of collectives: {_errors(profile.collectives_held_out)}")
     print(f"written to {path}")
     return 0
+
+
+def _errors(held: HeldOut) -> str:
+    return f"mean error {held.mean:.1%}, largest {held.largest:.1%} over {held.count} measurements"
+
+
+def _collectives(recipe: Recipe, device: str) -> tuple[tuple[list[Observation], list[Observation]] | None, str]:
+    """What processes for each rank of a group observed and held out, and how it was measured, or why not; None in a
+    process that another one of them measures for."""
+    import torch
+
+    from hetmesh.cli.launch import launch
+    from hetmesh.training.collective_profile import group_recipe, measure_collectives, read_collectives
+
+    nothing: tuple[list[Observation], list[Observation]] = [], []
+    try:
+        group = group_recipe(recipe)
+        if group is None:
+            return nothing, "none in this recipe"
+        place, ranks = find_place(os.environ), group.world_size
+        there = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+        if place is None and (ranks > there or (device == "cpu" and torch.cuda.device_count())):
+            what = "GPUs" if device == "cuda" else "cores"
+            return nothing, f"not measured, {ranks} ranks need as many {what}; predictions take the machine's links"
+        with tempfile.TemporaryDirectory() as folder:
+            path = str(Path(folder) / "collectives.json")
+            launch(measure_collectives, ranks, group, recipe.batch.microbatch_size, path)
+            if place is not None and place.rank:
+                return None, ""
+            return read_collectives(path), f"measured with {ranks} processes"
+    except HetmeshError as error:
+        return nothing, f"not measured, predictions take the machine's links: {str(error).splitlines()[-1]}"

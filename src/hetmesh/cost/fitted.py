@@ -7,7 +7,9 @@ negative coefficient. The fit minimises relative errors: a small and a large mic
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +28,8 @@ from hetmesh.files import from_json, read_file, write_json
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
 """What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
 of both. A recomputation is a forward."""
+COLLECTIVES = ("collectives_forward", "collectives_backward")
+"""Parts of a layer's collectives."""
 _MAX_NUMBER = 1e30  # of a number that is read: what is made of it stays finite
 
 
@@ -78,12 +82,28 @@ class Profile:
         held_out: errors on shapes that were not fitted.
         dtype: in which the layers computed.
         device: on what.
+        collectives: kind -> `COLLECTIVES` -> coefficients of what the collectives inside a layer take; of kinds that
+            are missing a machine's links tell.
+        collectives_held_out: their errors.
     """
 
     layers: Mapping[str, Mapping[str, Coefficients]] = field(default_factory=lambda: MappingProxyType({}))
     held_out: HeldOut = HeldOut()
     dtype: str = "float32"
     device: str = "cpu"
+    collectives: Mapping[str, Mapping[str, Coefficients]] = field(default_factory=lambda: MappingProxyType({}))
+    collectives_held_out: HeldOut = HeldOut()
+
+    def collective_seconds(
+        self, kind: str, work: Work, on_targets: bool, *, upstream: bool
+    ) -> tuple[float, float] | None:
+        """What the collectives of a layer of this kind take in a forward and in its backward, which has none where
+        nothing before the layer is trainable; None: not measured."""
+        if (parts := self.collectives.get(kind)) is None:
+            return None
+        rows = work.targets if on_targets else work.rows
+        forward, backward = (parts[part].at(rows, work.pairs) if part in parts else 0.0 for part in COLLECTIVES)
+        return forward, backward * upstream
 
     def predict(
         self, layer: LayerShape, work: Work, *, upstream: bool, tp: int = 1, recompute: bool = False
@@ -121,8 +141,19 @@ class Profile:
 
     def as_json(self) -> dict:
         """What `save` writes."""
-        layers = {kind: {part: asdict(c) for part, c in parts.items()} for kind, parts in self.layers.items()}
-        return {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
+        layers, collectives = (
+            {kind: {part: asdict(c) for part, c in parts.items()} for kind, parts in table.items()}
+            for table in (self.layers, self.collectives)
+        )
+        out = {"device": self.device, "dtype": self.dtype, "held_out": asdict(self.held_out), "layers": layers}
+        if collectives:
+            out |= {"collectives": collectives, "collectives_held_out": asdict(self.collectives_held_out)}
+        return out
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal contents: eight hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:8]
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises OutputError: it cannot be written."""
@@ -133,12 +164,14 @@ class Profile:
         """Read what `save` wrote. Raises HetmeshError: the file is none."""
         try:
             raw = from_json(read_file(path))
-            layers = {
-                k: {p: Coefficients(**_numbers(c)) for p, c in parts.items()} for k, parts in raw["layers"].items()
-            }
+            layers, collectives = (
+                {k: {p: Coefficients(**_numbers(c)) for p, c in parts.items()} for k, parts in table.items()}
+                for table in (raw["layers"], raw.get("collectives", {}))
+            )
             if incomplete := [k for k, parts in layers.items() if set(parts) != set(PARTS)]:
                 raise ValueError(f"layer {incomplete[0]!r} needs {', '.join(PARTS)}")
-            return cls(layers, HeldOut(**_numbers(raw["held_out"])), str(raw["dtype"]), str(raw["device"]))
+            errors = [HeldOut(**_numbers(raw.get(name, {}))) for name in ("held_out", "collectives_held_out")]
+            return cls(layers, errors[0], str(raw["dtype"]), str(raw["device"]), collectives, errors[1])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise HetmeshError(f"profile {path}: not one that `hetmesh profile` wrote: {error}") from error
 
@@ -151,13 +184,15 @@ def _numbers(table: Mapping[str, Any]) -> Mapping[str, Any]:
     return table
 
 
-def layer_kind(layer: LayerShape, tp: int = 1) -> str:
-    """What layers of equal cost have in common: the sizes of their parameters and attention, and the degree."""
+def layer_kind(layer: LayerShape, tp: int = 1, cp: int = 1, sequence_parallel: bool = False) -> str:
+    """What layers of equal cost have in common: the sizes of their parameters and attention, and the degrees. What a
+    rank computes of its rows is the same under all `cp`, and with sequence parallelism; collectives are not."""
     runs = itertools.groupby("x".join(map(str, weight.shape)) + "*" * weight.per_row for weight in layer.weights)
     sizes = ",".join(f"{shape}:{n}" if n > 1 else shape for shape, n in ((s, len(list(g))) for s, g in runs))
     where = "targets" if layer.on_targets else "rows"
     where += f" of {layer.tokens_per_row} tokens" if layer.tokens_per_row > 1 else ""
-    return f"attention {layer.attention_width}; weights {sizes or 'none'}; on {where}; tp {tp}"
+    shared = f"; cp {cp}" * (cp > 1) + "; sequence parallel" * (sequence_parallel and tp > 1)
+    return f"attention {layer.attention_width}; weights {sizes or 'none'}; on {where}; tp {tp}{shared}"
 
 
 def _split_share(layer: LayerShape, tp: int) -> float:
@@ -173,8 +208,13 @@ def fit(
     *,
     dtype: str = "float32",
     device: str = "cpu",
+    collectives: tuple[Sequence[Observation], Sequence[Observation]] = ((), ()),
 ) -> Profile:
-    """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`."""
+    """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`.
+
+    Args:
+        collectives: observations of `COLLECTIVES`, and held out.
+    """
     grouped: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
     for observation in observations:
         grouped[observation.kind][observation.part].append(observation)
@@ -182,7 +222,12 @@ def fit(
         if missing := [part for part in PARTS if part not in found]:
             raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")
     layers = {k: {part: _fit(parts[part]) for part in PARTS} for k, parts in grouped.items()}
-    return Profile(layers, held_out_error(layers, held_out), dtype, device)
+    inside: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
+    for observation in collectives[0]:
+        inside[observation.kind][observation.part].append(observation)
+    sent = {k: {part: _fit(found) for part, found in parts.items()} for k, parts in inside.items()}
+    errors = held_out_error(layers, held_out), held_out_error(sent, collectives[1])
+    return Profile(layers, errors[0], dtype, device, sent, errors[1])
 
 
 def held_out_error(layers: Mapping[str, Mapping[str, Coefficients]], held_out: Iterable[Observation]) -> HeldOut:
@@ -190,7 +235,7 @@ def held_out_error(layers: Mapping[str, Mapping[str, Coefficients]], held_out: I
     errors = [
         abs(layers[o.kind][o.part].at(o.rows, o.pairs) / o.seconds - 1)
         for o in held_out
-        if o.kind in layers and o.seconds > 0
+        if o.part in layers.get(o.kind, ()) and o.seconds > 0
     ]
     return HeldOut(sum(errors) / len(errors), max(errors), len(errors)) if errors else HeldOut()
 

@@ -76,12 +76,14 @@ class SampleCosts:
     """What a module computes for a sample: linear in its rows, its (query, key) pairs and its targets.
 
     Attributes:
-        forward: FLOPs per row, pair and target.
+        forward: FLOPs per row, pair and target, or measured time on all ranks of a lane, in one unit for all modules.
         backward: how many times as long as the forward everything after it takes; 0 where there is no backward.
+        overhead: what a microbatch costs beside its samples, in that unit; None: not measured.
     """
 
     forward: tuple[int, int, int]
     backward: float
+    overhead: int | None = None
 
     @classmethod
     def of(cls, shape: ModuleShape | None, *, upstream: bool) -> SampleCosts:

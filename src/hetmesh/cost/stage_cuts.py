@@ -132,6 +132,7 @@ def default_splits(
     together: tuple[str, ...] = (),
     ending: tuple[str, ...] = (),
     recomputed: bool = False,
+    seconds: tuple[float, ...] = (),
 ) -> tuple[tuple[str, ...], ...]:
     """The layers of each stage of a module.
 
@@ -144,6 +145,7 @@ def default_splits(
         work: what a typical microbatch gives one lane to do: the balance of blocks and head depends on it.
         together, ending: the first and the last layers, where they must share a stage.
         recomputed: whether the backward computes its blocks again.
+        seconds: what each named layer takes in forward and backward; empty: in proportion to FLOPs.
 
     Raises:
         RecipeError: more stages than layers.
@@ -162,7 +164,7 @@ def default_splits(
     units = _joined(_units(costs), *ends)
     if len(units) < stages:
         units = _joined([[i] for i in range(len(layers))], *ends)
-    counts = partition([sum(costs[i] for i in unit) for unit in units], stages)
+    counts = partition([sum((seconds or costs)[i] for i in unit) for unit in units], stages)
     return tuple(tuple(layers[i] for unit in run for i in unit) for run in runs(units, counts))
 
 

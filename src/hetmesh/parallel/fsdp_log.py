@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh._torch_compat import all_gather_single, fsdp_groups, reduce_scatter_single
+from hetmesh.boundary.collective_clock import timed_collective
 from hetmesh.boundary.log import CommunicationLog, Label
 from hetmesh.parallel.fully_shard import sharded_modules
 
@@ -44,7 +45,8 @@ class _Gather(_Counted):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         self.log.add(self.label, "received", None, output_tensor.nbytes - input_tensor.nbytes, "all_gather")
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        with timed_collective(gathers=True):
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _Scatter(_Counted):
@@ -52,7 +54,8 @@ class _Scatter(_Counted):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         self.log.add(self.label, "received", None, input_tensor.nbytes - output_tensor.nbytes, "reduce_scatter")
-        return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        with timed_collective():
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _log_all_reduce(log: CommunicationLog, label: Label, replicas: int, gradients: Tensor) -> None:

@@ -68,7 +68,7 @@ def recipe_problem(
         samples,
         recipe.batch.global_batch_size,
         recipe.optimizer.name,
-        plain.balance,
+        replace(plain.balance, lengths=None),  # those of the recipe's own layout
         _fixed(fixed or {}, facts),
         memory_bytes,
         Profile.load(fitted) if fitted else None,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
-from hetmesh.balance.co_located import check_shares, leaders
-from hetmesh.cost import Profile, load_machine
+from hetmesh.balance.co_located import check_shares, leaders, led_modules
+from hetmesh.cost import Profile, Work, load_machine
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
 from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.source import Source
-from hetmesh.errors import GraphError, RecipeError, Refusals, SampleError
+from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.models import (
     Adapter,
@@ -34,9 +35,11 @@ from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
-from hetmesh.resolve.schedules import StepSchedules, check_schedule
-from hetmesh.resolve.splits import module_splits
+from hetmesh.resolve.schedules import StepSchedules, check_schedule, schedule_options
+from hetmesh.resolve.splits import TYPICAL, Typical, module_splits
+from hetmesh.resolve.typical_work import typical_work
 from hetmesh.simulate import StepModel
+from hetmesh.simulate.replay import StepReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +86,51 @@ class ResolvedRecipe:
         )
 
     @cached_property
+    def profile_digest(self) -> str:
+        """Of the contents of `[profiling] profile`; empty without one."""
+        path = self.recipe.profiling.profile
+        return Profile.load(path).digest if path else ""
+
+    @cached_property
     def costs(self) -> dict[str, SampleCosts]:
-        """What samples cost each module."""
+        """What samples cost each module: measured seconds, where `[profiling] profile` has them, else FLOPs. Raises
+        RecipeError: the profile is of other modules."""
         graph, shapes = self.graph, self.shapes
+        model = agreed_step_model(self.recipe, graph, shapes) if self.recipe.profiling.profile else None
+        if model is not None:
+            try:
+                return {name: model.sample_costs(name, self.typical.get(name, TYPICAL)) for name in graph.order}
+            except HetmeshError as error:
+                hint = "measure this recipe with `hetmesh profile`, or leave the key out"
+                raise RecipeError(f"profiling.profile: {error}; {hint}") from error
         return {
             name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
             for name in graph.order
         }
 
     @cached_property
+    def typical(self) -> dict[str, Work]:
+        """`typical_work` of the recipe."""
+        return typical_work(self.recipe, self.adapters, self.source)
+
+    @cached_property
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
         keys = self.recipe.balance
-        return balance_options(keys, None if keys.policy == "none" else self.costs)
+        return balance_options(keys, None if keys.policy == "none" else self.costs, self.lengths)
+
+    @cached_property
+    def lengths(self) -> StepReplay | None:
+        """What steps take under the placement and schedule of the recipe, for balancers; None where that is 1F1B with
+        each module on ranks of its own."""
+        led = [self.graph[name].mesh.ranks for name in led_modules(self.graph)]
+        alone = sum(map(len, led)) == len(set().union(*led))
+        if alone and self.recipe.schedule == "1f1b":
+            return None
+        model = agreed_step_model(self.recipe, self.graph, self.shapes)
+        cut = [name for name in self.graph.order if self.graph[name].num_stages > 1] if model is not None else []
+        shares = tuple((name, model.stage_shares(name, self.typical.get(name, TYPICAL))) for name in cut if model)
+        return StepReplay(self.graph, self.recipe.schedule, schedule_options(self.recipe), shares)
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
@@ -150,11 +185,12 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     if not known_source:
         with refusals.collect():
             check_placeholders(recipe, source.placeholders, source.vocab_size)
-    graph: ModuleGraph | None = None
+    graph, typical = None, Typical()
     notes: list[str] = []
     if adapters is not None:
         with refusals.collect():
-            graph = _graph(recipe, adapters, shapes)
+            typical = _typical(recipe, adapters, source)
+            graph = _graph(recipe, adapters, shapes, typical)
             if recipe.data.on_bad_sample != "skip":
                 _check_extents(extents, graph, adapters)
             check_balance(recipe.balance, graph)
@@ -165,7 +201,10 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     refusals.finish()
     assert adapters is not None
     assert graph is not None
-    return ResolvedRecipe(recipe, source, adapters, graph, shapes, tuple(notes))
+    resolved = ResolvedRecipe(recipe, source, adapters, graph, shapes, tuple(notes))
+    if typical.profile is not None and recipe.balance.policy != "none":
+        resolved.costs  # noqa: B018 - whether it is of these modules is said now
+    return resolved
 
 
 def adapters_of(
@@ -213,7 +252,15 @@ def _check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, a
                 ) from error
 
 
-def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> ModuleGraph:
+def _typical(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source) -> Typical:
+    work, profile = cache(lambda: typical_work(recipe, adapters, source)), None
+    if recipe.profiling.profile:
+        with suppress(HetmeshError):  # `check_run` says it
+            profile = Profile.load(recipe.profiling.profile)
+    return Typical(work, profile)
+
+
+def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typical: Typical) -> ModuleGraph:
     """The graph of the recipe's modules on their meshes, with layers, stages and side outputs. Raises RecipeError: of
     every module that cannot be split, or not so, and of every side output that nobody takes, with the key."""
     refusals = Refusals()
@@ -224,7 +271,7 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes) -> M
     for name, module in recipe.modules.items():
         with refusals.collect():
             axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
-            splits = module_splits(recipe, name, adapters[name], shapes)
+            splits = module_splits(recipe, name, adapters[name], shapes, typical)
             try:
                 spec = ModuleSpec(
                     name,
@@ -276,9 +323,11 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
         raise RecipeError("\n".join(wrong))
 
 
-def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
+def balance_options(
+    keys: Balance, costs: Mapping[str, SampleCosts] | None, lengths: StepReplay | None = None
+) -> BalanceOptions:
     """How batches are balanced. `costs`: what samples cost the modules; None where `balance.policy = "none"`, which has
-    no use for most keys."""
+    no use for most keys. `lengths`: what steps take."""
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
     return BalanceOptions(
@@ -289,4 +338,5 @@ def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> B
         free=keys.microbatches == "free",
         deferral=keys.deferral,
         microbatch_shares=keys.microbatch_shares,
+        lengths=lengths,
     )

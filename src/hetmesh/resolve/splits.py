@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hetmesh.cost import Rates, Work, module_times
+from hetmesh.cost import ModuleShape, Profile, Rates, Work, module_times, upstream_flags
 from hetmesh.cost.stage_cuts import default_splits
-from hetmesh.errors import RecipeError
+from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.graph import Activation
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
@@ -34,7 +35,40 @@ class Splits:
     frozen_layers: frozenset[str] = frozenset()
 
 
-def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> Splits:
+@dataclass(frozen=True)
+class Typical:
+    """By what modules are cut.
+
+    Attributes:
+        work: of a typical microbatch, per module; empty: not known.
+        profile: measured seconds of layers; None: FLOPs stand for them.
+    """
+
+    work: Callable[[], Mapping[str, Work]] = dict
+    profile: Profile | None = None
+
+    def of(self, name: str) -> Work:
+        """What a microbatch gives one lane of module `name`."""
+        return self.work().get(name, TYPICAL)
+
+    def seconds(self, shape: ModuleShape, upstream: bool, tp: int, recompute: bool) -> tuple[float, ...]:
+        """Of each named layer in a step; empty where nothing was measured. Raises RecipeError: not this layer."""
+        if self.profile is None:
+            return ()
+        found = []
+        for layer, before in zip(shape.layers, upstream_flags(shape, upstream), strict=True):
+            if layer.name:
+                try:
+                    time = self.profile.predict(layer, self.of(shape.name), upstream=before, tp=tp, recompute=recompute)
+                except HetmeshError as error:
+                    raise RecipeError(
+                        f"profiling.profile: {error}; measure this recipe with `hetmesh profile`"
+                    ) from error
+                found.append(time.forward + time.backward)
+        return tuple(found)
+
+
+def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, typical: Typical) -> Splits:
     """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices. Raises
     RecipeError: it cannot be split, or not into that many stages, with the key."""
     owner, table, options = recipe.wiring.tables[name], layout_table(recipe, name), module_options(recipe, name)
@@ -67,7 +101,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
         runs = tuple(map(tuple, given))
     else:
         units = len(layers) - sum(max(len(ends) - 1, 0) for ends in (abilities.first_layers, abilities.last_layers))
-        count = pp * _stages_per_rank(recipe, name, shapes, units, pp)
+        count = pp * _stages_per_rank(recipe, name, shapes, units, pp, typical)
         if count == 1:
             return Splits()
         if shape is None:
@@ -75,14 +109,17 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -
                 f"{key}.pipeline_parallel_degree: the sizes of module {name!r} are not known; name the layers of "
                 "each stage in module_fqns_per_model_part"
             )
+        upstream = any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name))
+        recomputed, tp = options.activation_checkpoint == "full", recipe.wiring.meshes[name].axis_size("tp")
         runs = default_splits(  # of nearly equal time, frozen layers counted as what they cost
             shape,
             count,
-            upstream_trainable=any(recipe.modules[n].trainable for n in recipe.wiring.topology.upstream(name)),
-            recomputed=options.activation_checkpoint == "full",
+            upstream_trainable=upstream,
+            recomputed=recomputed,
             together=abilities.first_layers,
             ending=abilities.last_layers,
-            work=TYPICAL,
+            work=typical.of(name),
+            seconds=typical.seconds(shape, upstream, tp, recomputed),
         )
     for which, ends, run in (("first", abilities.first_layers, 0), ("last", abilities.last_layers, -1)):
         if runs and not set(ends) <= set(runs[run]):
@@ -115,7 +152,7 @@ def reason_not_sliced(recipe: Recipe, name: str, adapter: Adapter, shapes: Shape
     return ""
 
 
-def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp: int) -> int:
+def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp: int, typical: Typical) -> int:
     size = layout_table(recipe, name).pipeline_parallel_layers_per_stage
     if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
@@ -123,24 +160,24 @@ def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp:
         turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
         return 2 if turns and pp > 1 and layers >= 2 * pp else 1
     # Slices of as many blocks as the recipe says. Otherwise such that each takes at most half as long as a forward of
-    # one of the LLM's stages, the smallest gap of a pipeline, if there are as many rows as tokens; at least a block
-    # each. Embeddings and norms go with a block.
+    # one of the LLM's stages, the smallest gap of a pipeline; at least a block each. Embeddings and norms go with a
+    # block.
     encoder, llm, meshes = shapes[name], shapes[recipe.sink], recipe.wiring.meshes
     if encoder is None or llm is None:
         return 1
     own, sink = (
-        [time.forward for time in module_times(shape, TYPICAL, Rates(1.0), upstream=True).values()]
+        [time.forward for time in module_times(shape, typical.of(shape.name), Rates(1.0), upstream=True).values()]
         for shape in (encoder, llm)
     )
     blocks = sum(seconds > 0.1 * max(own) for seconds in own)
     if (size := recipe.schedule_key("bubble_fill_layers_per_slice")) is not None:
         slices = -(-blocks // (size * pp))
     else:
-        microbatch = sum(own) * recipe.lanes / meshes[name].size  # its rows are those of all the LLM's lanes
+        microbatch = sum(own) * recipe.wiring.lanes(name) / meshes[name].size
         stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
         slices = min(math.ceil(2 * microbatch / stage), blocks // pp)
     return max(min(slices, layers // pp), 1)
 
 
 TYPICAL = Work(rows=2048, pairs=2048 * 512, targets=512)
-"""Four samples of 512 tokens, a quarter of which is predicted."""
+"""Of data that are not known: four samples of 512 tokens, a quarter of which is predicted."""

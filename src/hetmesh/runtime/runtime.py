@@ -15,6 +15,7 @@ from hetmesh._torch_compat import abandon_fsdp_step
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator, Event
+from hetmesh.boundary.collective_clock import CollectiveClock
 from hetmesh.boundary.process_groups import edge_groups, job_channels
 from hetmesh.boundary.watchdog import timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout
@@ -35,6 +36,9 @@ Reducer = Callable[[], Callable[[], None]]
 Recording = list[tuple[Action, float, float]]
 """What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
 sums begin, and when they are waited for."""
+
+Collectives = list[tuple[bool, float, float]]
+"""Collectives inside its modules: whether one gathers parameters, start and stop as in `Recording`."""
 
 
 class Runtime:
@@ -58,7 +62,8 @@ class Runtime:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded as well as the CPU's; None where the device is the CPU.
         copying, beside: streams for batches and for slices in gaps; None where the device has no streams.
-        recording: set it to a list to have the actions of the next steps recorded.
+        recording: set it to a list to have the actions of the next steps recorded, and in
+        collectives: the collectives inside them. On streams of their own (FSDP's on GPUs) they may run beside actions.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
     """
 
@@ -81,6 +86,7 @@ class Runtime:
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.recording: Recording | None = None
+        self.collectives: Collectives = []
         self.live_bytes: LiveBytes | None = None
         self._everyone = world.group(range(world.size))
         world.connect()
@@ -121,7 +127,9 @@ class Runtime:
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
-        with self.world.backend.step(), self._forgotten_if_it_fails(), torch.set_grad_enabled(schedule.training):
+        ticking = nullcontext() if clock is None else clock.collectives.ticking()
+        graded = torch.set_grad_enabled(schedule.training)
+        with self.world.backend.step(), self._forgotten_if_it_fails(), graded, ticking:
             for action in runner.actions:
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
                     if action.kind is Kind.REDUCE:
@@ -138,6 +146,7 @@ class Runtime:
             runner.drain()
         if clock is not None and self.recording is not None:
             self.recording += clock.read()
+            self.collectives += clock.read_collectives()
         if schedule.training and settled and self._changed_anywhere():
             self.settle()
         return runner.loss_sum
@@ -200,28 +209,33 @@ class ActionClock:
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self._timed: list[tuple[Action, Event, Event]] = []
+        self.collectives = CollectiveClock(self.now)
         accelerator.synchronize()
-        self._zero = self._now()
+        self._zero = self.now()
         self._zero_at = time.perf_counter()
 
     @contextmanager
     def timing(self, action: Action) -> Iterator[None]:
         """The body is `action`, or a part of it, on the current stream."""
-        started = self._now()
+        started = self.now()
         yield
-        self._timed.append((action, started, self._now()))
+        self._timed.append((action, started, self.now()))
 
     def read(self) -> Recording:
         """What was timed, in order. The host waits for it."""
         self.accelerator.synchronize()
-        return [(action, self._seconds(started), self._seconds(stopped)) for action, started, stopped in self._timed]
+        return [(action, self.seconds(started), self.seconds(stopped)) for action, started, stopped in self._timed]
 
-    def _now(self) -> Event:
+    def read_collectives(self) -> Collectives:
+        """Those inside the actions; after `read`."""
+        return [(gathers, self.seconds(start), self.seconds(stop)) for gathers, start, stop in self.collectives.spans]
+
+    def now(self) -> Event:
         event = self.accelerator.event(timing=True)
         event.record()
         return event
 
-    def _seconds(self, event: Event) -> float:
+    def seconds(self, event: Event) -> float:
         return self._zero_at + 1e-3 * self._zero.elapsed_time(event)
 
 

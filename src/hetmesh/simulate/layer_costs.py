@@ -15,8 +15,9 @@ import numpy as np
 
 from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
 from hetmesh.cost.activations import backward_bytes, forward_bytes, gathered_inputs, split_bytes
-from hetmesh.cost.collective_time import tensor_parallel_time
+from hetmesh.cost.collective_time import TensorParallelTime, tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time
+from hetmesh.cost.fitted import layer_kind
 from hetmesh.cost.shapes import expert_share
 from hetmesh.errors import HetmeshError
 
@@ -44,6 +45,7 @@ class How:
         group: the ranks of its tensor parallel group; any that have the same links do.
         sequence_parallel: whether these split along the tokens what lies between attention and MLP.
         autocast: whether torch.autocast casts what its products read.
+        context: ranks that share its tokens.
         experts: the ranks that share its experts, and exchange tokens.
         compiled: whether torch.compile fuses what lies between its products.
     """
@@ -58,6 +60,7 @@ class How:
     experts: tuple[int, ...] = ()
     compiled: bool = False
     saved: frozenset[str] = frozenset()
+    context: int = 1
 
 
 class LayerCosts:
@@ -103,6 +106,8 @@ class LayerCosts:
         again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
         links |= {"sequence_parallel": how.sequence_parallel, "again": again}
         sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
+        if (measured := self.measured_collectives(whole, how, work)) is not None:
+            sums = TensorParallelTime(*measured) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
         size = layer, work, how.itemsize
         flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
@@ -116,6 +121,14 @@ class LayerCosts:
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
         sizes = kept, split, forward, backward, backward - read
         return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
+
+    def measured_collectives(self, layer: LayerShape, how: How, work: Work = _BASE) -> tuple[float, float] | None:
+        """What the collectives inside a layer take, forward and backward, those of context parallelism included; None
+        where the profile has none."""
+        if self.profile is None or not layer.name:
+            return None
+        kind = layer_kind(layer, max(len(how.group), 1), how.context, how.sequence_parallel)
+        return self.profile.collective_seconds(kind, work, layer.on_targets, upstream=how.upstream)
 
     def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}

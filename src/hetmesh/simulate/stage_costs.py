@@ -196,6 +196,7 @@ class StageCosts:
             self._experts_group("ep"),
             self.options.compile_backend == "inductor" and block,
             saved,
+            self._size("cp"),
         )
 
     @cached_property
@@ -204,6 +205,14 @@ class StageCosts:
         for (kind, block, before), count in self.contents.counts.items():
             total += count * self.module.layers.of(kind, self._how(block, before))
         return total
+
+    @property
+    def seconds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Constant, and per row, pair and target of a rank, of a forward and of all after it; float64 `[4]` each. What
+        FSDP and context parallelism send is left out."""
+        parts = self._coefficients
+        back = parts[:, [_INPUT, _WEIGHT, _AGAIN, _SUMS_BACK]].sum(1)
+        return parts[:, [_FORWARD, _SUMS]].sum(1), back if self.backward else np.zeros(4)
 
     @cached_property
     def _moments(self) -> np.ndarray:
@@ -244,8 +253,8 @@ class StageCosts:
     def _attentions(self) -> dict[tuple[LayerShape, How], int]:
         found: dict[tuple[LayerShape, How], int] = {}
         for (kind, block, before), count in self.contents.counts.items():
-            if kind.key_width:
-                key = kind, self._how(block, before)
+            key = kind, self._how(block, before)
+            if kind.key_width and self.module.layers.measured_collectives(*key) is None:
                 found[key] = found.get(key, 0) + count
         return found
 

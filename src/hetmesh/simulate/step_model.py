@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from hetmesh.balance import BatchPlan
 from hetmesh.cost import (
     Lanes,
@@ -15,8 +17,10 @@ from hetmesh.cost import (
     StageParts,
     StaticMemory,
     StepCosts,
+    Work,
     module_memory,
 )
+from hetmesh.cost.flops import SampleCosts
 from hetmesh.cost.static_memory import update_bytes
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
@@ -27,6 +31,9 @@ from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
 from hetmesh.simulate.transfer_costs import transfer_costs
+
+UNIT_S = 1e-15
+"""Of measured loads, which are whole numbers."""
 
 _UPDATED_ELEMENTS = {"AdamW": 8, "Adam": 8, "SGD": 4}  # read and written per parameter: norm, scaling and update
 
@@ -163,6 +170,41 @@ class StepModel:
                 known[key] = built[stage].parts(work[stage.module][m], cost)
             found[stage, m] = known[key]
         return found
+
+    def sample_costs(self, module: str, work: Work) -> SampleCosts:
+        """What samples cost a module, in `UNIT_S` on all ranks of a lane, collectives inside layers included.
+
+        Args:
+            work: of a typical microbatch of a lane, at which the backward is compared with the forward.
+        """
+        forward, backward = (sum(parts) for parts in zip(*self._stage_seconds(module), strict=True))
+        typical, spec = self._typical(module, work), self._modules[module].spec
+        ratio = float(backward @ typical / (forward @ typical)) if forward @ typical else 0.0
+        # Balancers divide what a lane costs by its ranks; a layer's seconds are of a rank, with all rows of its lane
+        # under tensor parallelism, and a share of them under context parallelism.
+        ranks = spec.mesh.axis_size("tp") * np.array([spec.mesh.axis_size("cp"), 1, 1, 1])
+        constant, row, pair, target = (round(float(n)) for n in forward * ranks / UNIT_S)
+        return SampleCosts((row, pair, target), ratio, constant)
+
+    def stage_shares(self, module: str, work: Work) -> tuple[tuple[float, float], ...]:
+        """Of each stage of a module, its share of the forward and of the backward; `work` as in `sample_costs`."""
+        typical = self._typical(module, work)
+        seconds = np.array([[forward @ typical, back @ typical] for forward, back in self._stage_seconds(module)])
+        whole = seconds.sum(0)
+        shares = np.where(whole > 0, seconds / np.where(whole > 0, whole, 1.0), 0.0)
+        return tuple((float(forward), float(back)) for forward, back in shares)
+
+    def _typical(self, module: str, work: Work) -> np.ndarray:
+        cp = self._modules[module].spec.mesh.axis_size("cp")
+        return np.array([1.0, work.rows / cp, work.pairs / cp, work.targets / cp])
+
+    def _stage_seconds(self, module: str) -> list[tuple[np.ndarray, np.ndarray]]:
+        stages = self.stages
+        fed = {edge.destination for edge in stages.gradient_edges}
+        return [
+            self._stage_costs(stage, stage in fed, stage in stages.backward_stages, False).seconds
+            for stage in stages.of_module(module)
+        ]
 
     @memoized
     def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class Timeline:
         work: what ranks do themselves; one span per track and action.
         transfers: what travels beside it; one span per receiving track.
         makespan: seconds from the step's begin to the last stop.
-        collectives: per track, how many of the seconds of its work are collectives inside layers (0: none, or unknown).
+        collectives: per track, how many of the seconds of its work are collectives inside layers.
         peak_bytes: per track, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
             it is not known.
         hidden: per track, seconds of computation inside collectives of other actions (`simulate(beside=...)`), which
@@ -124,14 +125,19 @@ class Timeline:
         records: Mapping[int, Sequence[Record]],
         *,
         optimizer: Mapping[int, tuple[float, float]] | None = None,
+        collectives: Mapping[int, Sequence[tuple[bool, float, float]]] = MappingProxyType({}),
     ) -> Timeline:
         """The timeline of a real step.
 
         A RECV is a wait, not work: it leaves a gap, and ends the transfer that the first of the sources' SENDs began.
+        Gathers in the first forward of a stage are spans of their own, between which it is cut, as the simulator has
+        them before it; other collectives stay inside of what they are part of.
 
         Args:
             records: per rank, what it ran, in seconds since a zero that all ranks share.
             optimizer: per rank, start and stop of what follows the last action (normalising, clipping, the optimizer).
+            collectives: per rank, whether parameters are gathered, start and stop of those inside forwards and
+                backwards; others are not looked at.
 
         Raises:
             GraphError: an action does not belong to the schedule, or stops before it starts.
@@ -151,11 +157,19 @@ class Timeline:
                     sent[action] = min(start, sent.get(action, start)) if source else sent.get(action, start)
         work: list[tuple[float, ...]] = []
         transfers: list[tuple[float, ...]] = []
+        inside = []
         for track, rank in enumerate(ranks):
-            for action, start, stop in records[rank]:
+            gathers, seconds = _inside(records[rank], collectives.get(rank, ()))
+            inside.append(seconds)
+            for i, (action, start, stop) in enumerate(records[rank]):
                 target, m = index[str(action.target)], action.microbatch
                 if action.kind in WORK:
-                    work.append((track, WORK[action.kind], target, m, start, stop, m))
+                    at = start
+                    for began, ended in gathers.get(i, ()):
+                        work.append((track, WORK[action.kind], target, m, at, began, m))
+                        work.append((track, GATHER, target, -1, began, ended, -1))
+                        at = ended
+                    work.append((track, WORK[action.kind], target, m, at, stop, m))
                 elif action.kind is Kind.RECV:
                     began = min(sent.get(Action(Kind.SEND, action.target, m, action.to), start), stop)
                     transfers.append((track, TRANSFER, target, m, began, stop, action.route.destination))
@@ -169,7 +183,7 @@ class Timeline:
             worked,
             moved,
             max((float(some.stop.max()) for some in (worked, moved) if len(some)), default=0.0),
-            (0.0,) * len(ranks),
+            tuple(inside),
             (0,) * len(ranks),
         )
 
@@ -241,6 +255,31 @@ class Timeline:
                 raise ValueError("times must be finite")
         if unknown := held - set(self.targets):
             raise ValueError(f"a track holds {sorted(unknown)[0]!r}, which is no target")
+
+
+def _inside(
+    records: Sequence[Record], collectives: Sequence[tuple[bool, float, float]]
+) -> tuple[dict[int, list[tuple[float, float]]], float]:
+    """Of the collectives of one rank, the gathers in the first forward of each of its stages, by its index in
+    `records`, and the seconds of the others in forwards and backwards."""
+    layers = [(start, stop, i) for i, (action, start, stop) in enumerate(records) if WORK.get(action.kind) in LAYERS]
+    first: dict[str, int] = {}
+    for _, _, i in layers:
+        first.setdefault(str(records[i][0].target), i)
+    gathers: dict[int, list[tuple[float, float]]] = {}
+    seconds, place = 0.0, 0
+    layers.sort()
+    for gather, start, stop in sorted(collectives, key=lambda span: span[1]):
+        while place < len(layers) and layers[place][1] <= start:
+            place += 1
+        if place == len(layers) or start < layers[place][0]:
+            continue
+        _, end, i = layers[place]
+        if gather and first[str(records[i][0].target)] == i:
+            gathers.setdefault(i, []).append((start, min(stop, end)))
+        else:
+            seconds += min(stop, end) - start
+    return gathers, seconds
 
 
 def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

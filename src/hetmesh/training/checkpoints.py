@@ -103,6 +103,8 @@ class RunCheckpoints:
         with self.checkpointer.patience():
             saved = RunState() if step is None else self.checkpointer.saved_run(step)
             changed = changes(saved.recipe, recipe)
+            if step is not None and saved.profile != job.resolved.profile_digest:
+                changed["profiling.profile"] = saved.profile or None, job.resolved.profile_digest or None
             check_changes(changed, path)
             if keys.initial_load_path and step is None:  # a resumed run has its own weights
                 load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
@@ -143,6 +145,7 @@ class RunCheckpoints:
             references=self.references,
             experts=job.expert_placement.state(),
             configs=self.configs,
+            profile=job.resolved.profile_digest,
         )
         with job.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
             return {**job.loader.state_dict(), "run": run}

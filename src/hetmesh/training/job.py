@@ -18,6 +18,7 @@ from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pa
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
+from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.weights.fill_module import materialize, move_buffers
@@ -77,6 +78,8 @@ class Job:
         recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
         for note in resolved.notes if world.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
+        if resolved.profile_digest:
+            _check_profile(resolved, world)
         loader, stages = resolved.loader(payloads), stage_graph(graph)
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
@@ -268,6 +271,19 @@ class Job:
     def counts_loss(self) -> bool:
         """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
         return is_first(self.graph.sink.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
+
+
+def _check_profile(resolved: ResolvedRecipe, world: World) -> None:
+    """Raise RecipeError on all ranks unless all have read the same profile: balancers and cuts go by it. Collective."""
+    digests: list[str] = [""] * world.size
+    with world.waiting("what other ranks read as [profiling] profile"):
+        dist.all_gather_object(digests, resolved.profile_digest, group=world.group(range(world.size)))
+    if other := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0):
+        path = resolved.recipe.profiling.profile
+        raise RecipeError(
+            f"profiling.profile = {path!r}: the file of rank {other} is not that of rank 0, and balancers and cuts go "
+            "by it; copy one to all machines"
+        )
 
 
 def _own_stages(world: World, spec: ModuleSpec) -> tuple[tuple[Stage, ...], DeviceMesh | None, DeviceMesh | None]:

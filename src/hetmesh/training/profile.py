@@ -3,7 +3,8 @@
 Each kind of layer is called by itself, exactly as its module calls it: hooks record what the first layer of the kind is
 given in a forward of the module on samples of the data source, and that call is repeated, with backwards for its input
 alone, its parameters alone, and both. A module with tensor parallelism is measured whole and as one rank holds it; the
-other ranks do not exist, and its collectives send nothing (`cost/collective_time.py` has their seconds).
+other ranks do not exist, and its collectives send nothing: `collective_profile.py` measures these, and where it cannot,
+`cost/collective_time.py` has their seconds.
 
 Repetitions go round all shapes, so that what else happens on the machine meets all of them alike, and medians are kept.
 A CPU's time is that of the calling thread: other processes do not add to it. On CUDA a call counts from an idle device
@@ -77,12 +78,21 @@ class _Call:
             yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
 
 
-def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
+def profile_recipe(
+    resolved: ResolvedRecipe,
+    *,
+    seconds: float = 45.0,
+    device: str = "cpu",
+    collectives: tuple[Sequence[Observation], Sequence[Observation]] = ((), ()),
+) -> Profile:
     """Measure the layers of all modules of a recipe on one device of this machine, for about `seconds`.
 
     A CPU is measured with one thread. Where parameters and computation differ in dtype, layers run under autocast.
 
     In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
+
+    Args:
+        collectives: what `hetmesh.training.collective_profile` observed, and held out.
 
     Raises:
         SampleError: the first samples do not suit the modules.
@@ -105,7 +115,7 @@ def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: s
         _measure_all(calls, seconds)
     dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
-    return fit(fitted, held_out, dtype=dtype, device=device)
+    return fit(fitted, held_out, dtype=dtype, device=device, collectives=collectives)
 
 
 def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:

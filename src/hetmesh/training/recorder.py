@@ -44,6 +44,7 @@ class StepRecorder:
             with self.job.world.waiting("start of the recorded step"):
                 dist.barrier(group=self.job.world.group(range(self.job.world.size)))
             self.zero, self.job.runtime.recording = time.perf_counter(), []
+            self.job.runtime.collectives = []
         return wanted
 
     def computed(self) -> None:
@@ -60,19 +61,20 @@ class StepRecorder:
         recording, runtime.recording = runtime.recording or [], None
         places = {action: i for i, action in enumerate(schedule.actions)}
         recorded = [(places[action], start - self.zero, stop - self.zero) for action, start, stop in recording]
-        mine = recorded, (computed - self.zero, time.perf_counter() - self.zero)
+        inside = [(gathers, start - self.zero, stop - self.zero) for gathers, start, stop in runtime.collectives]
+        mine = recorded, (computed - self.zero, time.perf_counter() - self.zero), inside
         everyone = gather_objects(mine, world, "recordings of all ranks")
         if world.rank:
             return
         records = {
             rank: [(schedule.actions[i], start, stop) for i, start, stop in own]
-            for rank, (own, _) in enumerate(everyone)
+            for rank, (own, *_) in enumerate(everyone)
             if rank in self.job.graph.ranks
         }
-        optimizer = {rank: everyone[rank][1] for rank in records}
+        optimizer, collectives = ({rank: everyone[rank][i] for rank in records} for i in (1, 2))
         out: dict[str, Any] = {
             "step": planned.number + 1,
-            "measured": Timeline.recorded(schedule, records, optimizer=optimizer).as_json(),
+            "measured": Timeline.recorded(schedule, records, optimizer=optimizer, collectives=collectives).as_json(),
         }
         if (predicted := self._predicted(schedule, plan)) is not None:
             out["predicted"] = predicted

@@ -1,0 +1,120 @@
+"""A measured profile in the place of FLOPs: loads of samples, default cuts, and what `auto` judges by."""
+
+import itertools
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetmesh.balance import assign, batch_loads, batch_plan_of, graph_slots, pipeline_score
+from hetmesh.cost import Coefficients, Profile, computed_work
+from hetmesh.cost.fitted import PARTS
+from hetmesh.errors import RecipeError
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.resolved import resolve
+from hetmesh.simulate import simulate
+from hetmesh.simulate.step_model import UNIT_S
+from support.profiles import write_profile
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def profile_of(path, name, keys=(), slower=None):
+    """A recipe with a profile that nobody measured."""
+    write_profile(path, resolve(load_recipe(RECIPES / f"{name}.toml", keys)), slower)
+    return resolve(load_recipe(RECIPES / f"{name}.toml", (*keys, f"--profiling.profile={path}")))
+
+
+def test_loads_are_measured_seconds(tmp_path):
+    resolved = profile_of(tmp_path / "profile.json", "digits_pipeline")
+    metas, profile = resolved.loader().batch(0).metas, Profile.load(tmp_path / "profile.json")
+    loads = batch_loads(resolved.graph, metas, resolved.balance)
+    slots = graph_slots(resolved.graph, 4, resolved.balance)
+    for i, name in enumerate(loads.modules):
+        shape = resolved.shapes[name]
+        for sample, work in zip(metas, loads.work[:, i].tolist(), strict=True):
+            each = computed_work(resolved.graph, name, [sample])
+            times = [profile.predict(x, each, upstream=True) for x in shape.layers if x.name] if each.rows else []
+            constant = slots.overhead[i] * UNIT_S if each.rows else 0.0
+            assert constant + work * UNIT_S == pytest.approx(sum(t.forward for t in times), rel=1e-6)
+        assert slots.backward[i] == pytest.approx(2.1, rel=0.15)
+
+
+def test_without_a_profile_loads_are_flops():
+    resolved = resolve(load_recipe(RECIPES / "digits_pipeline.toml"))
+    assert {cost.overhead for cost in resolved.costs.values()} == {None}
+
+
+def test_another_profile_makes_another_assignment(tmp_path):
+    """Each is the faster one by its own seconds: where the encoder takes nearly all of the time it is evened, and where
+    the LLM does, that."""
+    cases = {}
+    for module in ("vision", "llm"):
+        resolved = profile_of(tmp_path / f"{module}.json", "digits_pipeline", slower={module: 300})
+        loads = batch_loads(resolved.graph, resolved.loader().batch(0).metas, resolved.balance)
+        slots = graph_slots(resolved.graph, 4, resolved.balance)
+        cases[module] = pipeline_score(loads, slots), assign(loads, slots)
+    gains = []
+    for module, other in itertools.permutations(cases):
+        score, found = cases[module]
+        gains.append(score(cases[other][1]) - score(found))
+    assert min(gains) >= 0
+    assert max(gains) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["digits_pipeline", "digits_interleaved", "digits_zero_bubble", "digits_three_phase", "digits_colocated"],
+)
+def test_the_score_of_auto_is_the_simulated_step(tmp_path, name):
+    """By the placement and schedule of the recipe; but for how padding changes what a backward takes, which is the same
+    for all."""
+    keys = ("--parallelism.pipeline_parallel_microbatch_size=4",) if name == "digits_colocated" else ()
+    resolved = profile_of(tmp_path / "profile.json", name, keys)
+    model, metas = resolved.step_model("cpu"), resolved.loader().batch(0).metas
+    loads = batch_loads(resolved.graph, metas, resolved.balance)
+    slots = graph_slots(resolved.graph, resolved.recipe.batch.num_microbatches, resolved.balance, len(metas))
+    score, ratios = pipeline_score(loads, slots), []
+    for policy in ("none", "lpt", "two_dim", "sorted"):
+        found = assign(loads, slots, policy)
+        plan = batch_plan_of(resolved.graph, metas, found)
+        schedule = resolved.schedules.of(plan)
+        ratios.append(score(found) * UNIT_S / simulate(schedule, model.costs(plan, schedule)).makespan)
+    assert ratios == pytest.approx([1.0] * 4, rel=0.2)
+    assert max(ratios) / min(ratios) < 1.05
+
+
+def test_default_cuts_follow_the_data():
+    """A head that few tokens reach is less of a stage than one that all of them reach."""
+    given, layers = tomllib.loads((RECIPES / "digits_pipeline.toml").read_text()), {}
+    given["modules"]["llm"]["config"]["num_hidden_layers"] = 6
+    for without in (0.0, 0.98):
+        options = {"kinds": {"image": [1, 8, 8]}, "around": {"image": [60000, 60000]}, "without_targets": without}
+        given["data"] = {"source": "hetmesh.testing.sources:RandomMedia", "options": options}
+        layers[without] = len(resolve(parse_recipe(given)).graph["llm"].splits[-1])
+    assert layers[0.0] < layers[0.98]
+
+
+def test_default_cuts_follow_a_profile(tmp_path):
+    """A head that was measured to take as long as all else together has a stage of its own."""
+    keys = ("--modules.llm.config.num_hidden_layers=6",)
+    before = resolve(load_recipe(RECIPES / "digits_pipeline.toml", keys)).graph["llm"].splits
+    path = tmp_path / "profile.json"
+    profile_of(path, "digits_pipeline", keys)
+    profile = Profile.load(path)
+    layers = dict(profile.layers)
+    head = next(kind for kind in layers if "on targets" in kind)
+    layers[head] = {part: Coefficients(1.0) for part in PARTS}
+    replace(profile, layers=layers).save(path)
+    after = resolve(load_recipe(RECIPES / "digits_pipeline.toml", (*keys, f"--profiling.profile={path}"))).graph["llm"]
+    assert before[-1] != ("lm_head",)
+    assert after.splits[-1] == ("lm_head",)
+
+
+def test_a_profile_of_other_modules_is_refused(tmp_path):
+    profile_of(tmp_path / "profile.json", "digits_pipeline")
+    keys = (f"--profiling.profile={tmp_path / 'profile.json'}", "--modules.llm.config.intermediate_size=64")
+    recipe = load_recipe(RECIPES / "digits.toml", keys)
+    with pytest.raises(RecipeError, match=r"profiling.profile: .* not measured.*hetmesh profile"):
+        resolve(recipe)
