@@ -149,23 +149,25 @@ class _Handovers:
 def _handovers(table: np.ndarray, work: np.ndarray, weights: np.ndarray, most: np.ndarray) -> _Handovers:
     """Subsets of each row of samples by their sums of work up to `most`: dynamic programming, sample by sample, over
     `SUMS` intervals, of each of which the subset with least weight is kept, with its exact sum."""
-    rows = len(table)
+    shape = len(table), SUMS
     unit = np.maximum(most, 0) // SUMS + 1
-    sums, weight = np.full((rows, SUMS), -1, np.int64), np.full((rows, SUMS), FORBIDDEN_LOAD, np.int64)
-    sums[:, 0] = weight[:, 0] = 0
+    sums, weight = np.full(len(table) * SUMS, -1, np.int64), np.full(len(table) * SUMS, FORBIDDEN_LOAD, np.int64)
+    sums[::SUMS] = weight[::SUMS] = 0
     parents = []
     for samples in table.T:
-        parent = np.full((rows, SUMS), -1, np.int16)
-        old_sums, old_weight = sums.copy(), weight.copy()
-        for first in (0, 1):  # neighbouring intervals may lead to the same one, every other do not
-            row, column = np.nonzero((old_sums[:, first::2] >= 0) & (samples >= 0)[:, None])
-            column = 2 * column + first
-            total = old_sums[row, column] + work[samples[row]]
-            target, held = total // unit[row], old_weight[row, column] + weights[samples[row]]
-            better = total <= most[row]
-            better[better] = held[better] < weight[row[better], target[better]]
-            row, target = row[better], target[better]
-            sums[row, target], weight[row, target] = total[better], held[better]
-            parent[row, target] = column[better]
-        parents.append(parent)
-    return _Handovers(table, sums[:, None], weight[:, None], parents)
+        here = samples >= 0
+        known = np.flatnonzero((sums >= 0).reshape(shape) & here[:, None])
+        row = known // SUMS
+        total = sums[known] + work[samples][row]
+        inside = total <= most[row]
+        known, row, total = known[inside], row[inside], total[inside]
+        target = row * SUMS + total // unit[row]
+        held = weight[known] + weights[samples][row]
+        better = held < weight[target]
+        known, target = known[better], target[better]
+        # Neighbouring intervals may lead to the same one: the last counts.
+        sums[target], weight[target] = total[better], held[better]
+        parent = np.full(len(sums), -1, np.int16)
+        parent[target] = known % SUMS
+        parents.append(parent.reshape(shape))
+    return _Handovers(table, sums.reshape(shape)[:, None], weight.reshape(shape)[:, None], parents)
