@@ -65,8 +65,8 @@ def _perfect(cost: np.ndarray, limit: float) -> list[int] | None:
 
 
 SUMS = 256
-"""Intervals of sums of work of which one is known each: a handover is found within about 1/256 of the difference between
-two microbatches, and exactly where that is below 256 units."""
+"""Intervals of sums of work, of each of which one is known: a handover is found within about 1/256 of the difference
+between two microbatches, and exactly where that is below 256 units."""
 FORBIDDEN_LOAD = 1 << 62  # that no microbatch has
 
 
@@ -104,8 +104,8 @@ def defer(
     heavy = [[i for i in members[o] if work[i]] for o in over.tolist()]
     width = max(map(len, heavy))
     table = np.array([samples + [-1] * (width - len(samples)) for samples in heavy], np.int64).reshape(half, width)
-    capped = tokens is not None and cap is not None
-    known = _handovers(table, work, tokens if capped else np.ones_like(work), loads[over] - loads[under].min())
+    weights = np.ones_like(work) if tokens is None or cap is None else tokens
+    known = _handovers(table, work, weights, loads[over] - loads[under].min())
     after = np.maximum(loads[over][:, None, None] - known.work, loads[under][None, :, None] + known.work)
     fits = known.work >= 0
     if tokens is not None and cap is not None:

@@ -38,6 +38,9 @@ ADVICE = f"restore it, or {ELSE}"
 UNTRAINED = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"})
 """Keys of a config.json that do not affect the trained model."""
 
+LAYOUT = ("parallelism.", "balance.", "training.local_batch_size", "training.global_batch_size")
+"""What keys begin with on which it depends what deferral saves."""
+
 _N_CHANGES = 8  # that a message names
 
 Changes = dict[str, tuple[Any, Any]]
@@ -74,6 +77,7 @@ class RunState:
         references: where the modules are that the checkpoint does not hold.
         experts: placement of experts (`ExpertPlacement.state`).
         configs: of the directories that modules come from.
+        deferral: whether samples were deferred, and why (`DeferralChoice`).
     """
 
     recipe: Mapping[str, Any] | None = None
@@ -86,6 +90,7 @@ class RunState:
     references: References = field(default_factory=dict)
     experts: Mapping[str, Any] = field(default_factory=dict)
     configs: Configs = field(default_factory=dict)
+    deferral: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> RunState:

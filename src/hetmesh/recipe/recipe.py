@@ -251,12 +251,17 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
             f"balance.microbatch_sizes.{name} and balance.microbatch_shares.{name}: lanes take samples of each "
             "microbatch or whole microbatches; give one of them"
         )
-    idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key)]
+    idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key) not in ({}, False, "auto")]
     idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []
     if keys.policy == "none" and idle:
         refusals.add(f"{', '.join(idle)}: balance.policy = 'none' keeps samples where they are drawn; take another one")
-    elif keys.deferral and keys.policy not in DEFERRING:
+    elif keys.deferral is True and keys.policy not in DEFERRING:
         refusals.add(f"balance.deferral: balance.policy = {keys.policy!r} defers nothing; {', '.join(DEFERRING)} do")
+    if keys.split_deferred_backward and (keys.deferral is False or keys.policy not in DEFERRING):
+        refusals.add(
+            "balance.split_deferred_backward: nothing is deferred; it takes balance.deferral = true or 'auto', and "
+            f"balance.policy {', '.join(DEFERRING)}"
+        )
 
 
 def _check_module_names(raw: Mapping[str, Any], refusals: Refusals) -> None:

@@ -362,7 +362,9 @@ class Balance(Section):
     microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
     microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = FrozenDict()  # of encoders' lanes
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
-    deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
+    # the LLM may take a sample one microbatch later than the encoders (Entrain); "auto": if that is predicted to pay
+    deferral: Literal[True, False, "auto"] = "auto"
+    split_deferred_backward: bool = False  # of an encoder, for what is deferred by itself; false: whole, one slot late
 
 
 class Debug(Section):

@@ -29,6 +29,7 @@ from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.module_options import module_options, packs, token_assignment, token_axes
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Balance
+from hetmesh.resolve.deferral import DeferralChoice, choose_deferral
 from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
@@ -94,7 +95,17 @@ class ResolvedRecipe:
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
         keys = self.recipe.balance
-        return balance_options(keys, None if keys.policy == "none" else self.costs)
+        return balance_options(keys, None if keys.policy == "none" else self.costs, self.deferral.on)
+
+    @cached_property
+    def deferral(self) -> DeferralChoice:
+        """Whether samples are deferred, for all of the run."""
+        without = balance_options(self.recipe.balance, self.costs, False)
+        return choose_deferral(self.recipe, self.graph, self.shapes, self.loader(), without)
+
+    def keep_deferral(self, choice: DeferralChoice) -> None:
+        """Defer as a run that goes on has done, whatever would be decided now; before its first batch is balanced."""
+        self.__dict__["deferral"] = choice
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
@@ -271,11 +282,12 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
         raise RecipeError("\n".join(wrong))
 
 
-def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> BalanceOptions:
+def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None, deferral: bool = False) -> BalanceOptions:
     """How batches are balanced.
 
     Args:
         costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
+        deferral: whether samples are deferred.
     """
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
@@ -285,6 +297,7 @@ def balance_options(keys: Balance, costs: Mapping[str, SampleCosts] | None) -> B
         keys.max_tokens,
         keys.microbatch_sizes,
         free=keys.microbatches == "free",
-        deferral=keys.deferral,
+        deferral=deferral,
+        split_deferred=keys.split_deferred_backward,
         microbatch_shares=keys.microbatch_shares,
     )
