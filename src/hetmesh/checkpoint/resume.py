@@ -26,7 +26,7 @@ from hetmesh.resolve.directories import References
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that do not affect what is trained; their changes are not reported."""
 
-REFUSED = frozenset({"data.source", "data.mixture", "training.dtype", "debug.seed"})
+REFUSED = frozenset({"data.source", "data.mixture", "data.order", "training.dtype", "debug.seed"})
 """Keys whose change gives the saved state or position another meaning."""
 
 RUN = "extra.run"

@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
+from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.sample_order import GIVEN, SHUFFLED, TOKENS, EpochOrder, PhasedOrder, SampleOrder
 from hetmesh.data.source import Source
 from hetmesh.errors import GraphError, RecipeError, Refusals, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
@@ -37,6 +41,8 @@ from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import StepSchedules, check_schedule
 from hetmesh.resolve.splits import module_splits
 from hetmesh.simulate import StepModel
+
+_AT_ONCE = 4096  # samples whose metadata are read
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +84,33 @@ class ResolvedRecipe:
             self.recipe.batch.global_batch_size,
             self.expander,
             seed=self.recipe.debug.seed,
+            shuffle=self.recipe.data.order == SHUFFLED,
+            order=self.order,
             payloads=payloads,
             skip=self.recipe.data.on_bad_sample == "skip",
         )
+
+    @cached_property
+    def order(self) -> SampleOrder:
+        """Of the training samples.
+
+        Raises:
+            SampleError: with a curriculum, the metadata of a sample cannot be read.
+        """
+        keys, seed, size = self.recipe.data, self.recipe.debug.seed, self.recipe.batch.global_batch_size
+        if keys.phases:
+            assert isinstance(self.source, MixtureSource)
+            phases = {phase.start_step: phase.weights for phase in keys.phases}
+            return PhasedOrder(self.source, phases, size, seed, shuffle=keys.order == SHUFFLED)
+        if keys.order in (SHUFFLED, GIVEN):
+            return EpochOrder(len(self.source), seed, shuffle=keys.order == SHUFFLED)
+        loader = Loader(self.source, 1, self.expander, skip=keys.on_bad_sample == "skip")
+        runs = (range(i, min(i + _AT_ONCE, len(self.source))) for i in range(0, len(self.source), _AT_ONCE))
+        each = [
+            metas.tokens if keys.order in (TOKENS, self.recipe.sink) else metas.rows_of(keys.order)
+            for metas in (loader.drawn(run).metas for run in runs)
+        ]
+        return EpochOrder(len(self.source), seed, key=np.concatenate(each), name=keys.order)
 
     @cached_property
     def costs(self) -> dict[str, SampleCosts]:
