@@ -16,7 +16,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects
 from hetmesh.checkpoint.reading import first_of
 from hetmesh.checkpoint.resume import RunState
-from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
+from hetmesh.data.position import CHECKSUMS, ORDER, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
@@ -49,7 +49,7 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS)
+    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS, ORDER)
     if key.startswith("random.") or key in [f"extra.{name}" for name in newer]:
         return True
     prefix = "optimizer.state."

@@ -189,6 +189,13 @@ class Mixed(Section):
     options = thawed("frozen_options")  # the source's keyword arguments
 
 
+class DataPhase(Section):
+    """One `[[data.phases]]`: the shares of a mixture's sources from a step on, until the next phase begins."""
+
+    start_step: Count
+    weights: Annotated[Mapping[str, NotNegative], AfterValidator(freeze)]  # by source; one that is left out gives none
+
+
 class Data(NamesCode):
     """`[data]`: where samples come from, and who loads them; `options` are the source's own. With `[[data.mixture]]`
     they come from several sources instead."""
@@ -196,6 +203,10 @@ class Data(NamesCode):
     source: str = "digits"  # a source's name, or "package.module:Class"
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
     mixture: tuple[Mixed, ...] = ()
+    phases: tuple[DataPhase, ...] = ()  # in place of the weights of a mixture
+    # "shuffled", "given" (as the source has them), or in every epoch a curriculum, by rising "tokens" of the LLM or
+    # rows of the module that is named: the metadata of all samples are read for it before the run
+    order: str = "shuffled"
     num_workers: Count = 0  # processes per rank that load samples ahead of need; 0: the rank itself, when it needs them
     prefetch_factor: Size = 2  # microbatches that each of them has loaded or is loading
     on_bad_sample: Literal["stop", "skip"] = "stop"  # one that cannot be read: end the run, or leave it out, counted
@@ -347,7 +358,9 @@ class Balance(Section):
     microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
     microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = FrozenDict()  # of encoders' lanes
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
-    deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
+    # the LLM may take a sample one microbatch later than the encoders (Entrain); "auto": if that is predicted to pay
+    deferral: Literal[True, False, "auto"] = "auto"
+    split_deferred_backward: bool = False  # of an encoder, for what is deferred by itself; false: whole, one slot late
 
 
 class Debug(Section):

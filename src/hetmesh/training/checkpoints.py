@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.checkpoint.resume import (
     ADVICE,
+    LAYOUT,
     RunState,
     changes,
     check_changes,
@@ -19,6 +20,7 @@ from hetmesh.checkpoint.resume import (
     run_state,
 )
 from hetmesh.errors import RecipeError
+from hetmesh.resolve.deferral import DeferralChoice
 from hetmesh.resolve.directories import References, check_references, referenced, references
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
@@ -106,6 +108,8 @@ class RunCheckpoints:
             if step is not None and saved.profile != job.resolved.profile_digest:
                 changed["profiling.profile"] = saved.profile or None, job.resolved.profile_digest or None
             check_changes(changed, path)
+            if saved.deferral and not any(key.startswith(LAYOUT) for key in changed):
+                job.resolved.keep_deferral(DeferralChoice(**saved.deferral))
             if keys.initial_load_path and step is None:  # a resumed run has its own weights
                 load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
             now = references(recipe, dict.fromkeys([*own, *saved.references]), job.world)
@@ -146,6 +150,7 @@ class RunCheckpoints:
             experts=job.expert_placement.state(),
             configs=self.configs,
             profile=job.resolved.profile_digest,
+            deferral=asdict(job.resolved.deferral),
         )
         with job.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
             return {**job.loader.state_dict(), "run": run}

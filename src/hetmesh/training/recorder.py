@@ -71,7 +71,8 @@ class StepRecorder:
             for rank, (own, *_) in enumerate(everyone)
             if rank in self.job.graph.ranks
         }
-        optimizer, collectives = ({rank: everyone[rank][i] for rank in records} for i in (1, 2))
+        optimizer = {rank: everyone[rank][1] for rank in records}
+        collectives = {rank: everyone[rank][2] for rank in records}
         out: dict[str, Any] = {
             "step": planned.number + 1,
             "measured": Timeline.recorded(schedule, records, optimizer=optimizer, collectives=collectives).as_json(),

@@ -128,7 +128,9 @@ class Trainer:
         self.checkpointer = self.checkpoints.checkpointer
         progress = self.checkpoints.start_or_resume(self.claimed.step)
         self.step, self.loss, self.samples_skipped = progress.step, progress.loss, progress.samples_skipped
-        self.notes = [*self.claimed.describe(), *progress.notes]
+        deferral = resolved.deferral  # decided before the first batch is balanced
+        compared = [] if deferral.saved is None else [f"deferral is {deferral}"]
+        self.notes = [*self.claimed.describe(), *progress.notes, *compared]
         self.upcoming = self.job.upcoming
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
@@ -152,6 +154,7 @@ class Trainer:
             device=device_name(world.device),
             built_s=round(time.perf_counter() - self.began, 3),
             changed=progress.changed or None,
+            deferral=str(deferral),
             redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)
