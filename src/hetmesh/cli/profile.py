@@ -7,12 +7,15 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetmesh._processes import no_blas_threads
 from hetmesh.cli.launchers import find_place
-from hetmesh.cost import HeldOut, Observation
 from hetmesh.errors import HetmeshError
 from hetmesh.recipe.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
+    from hetmesh.cost import HeldOut, Observation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
