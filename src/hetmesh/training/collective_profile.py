@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hetmesh._processes import one_torch_thread
 from hetmesh.balance import plan_batch
 from hetmesh.balance.co_located import lane_ranks
-from hetmesh.cost import Observation
+from hetmesh.cost import LayerShape, Observation
 from hetmesh.cost.fitted import layer_kind
 from hetmesh.data.loader import TRAIN
 from hetmesh.errors import HetmeshError
@@ -144,7 +144,9 @@ class _Marks:
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.layers, self.module_of = job, {}, {}
+        self.job = job
+        self.layers: dict[str, LayerShape] = {}
+        self.module_of: dict[str, str] = {}
         self.clock = ActionClock(job.world.accelerator)
         self.made: list[tuple[str, Any]] = []
         self.hooks: list[Any] = []
