@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hetmesh.cli import main
-from hetmesh.cost import Profile, fit
+from hetmesh.cost import Profile
 from hetmesh.recipe.recipe import load_recipe
-from hetmesh.training.collective_profile import group_recipe, measure_collectives, read_collectives
+from hetmesh.training.collective_profile import group_recipe, measure_collectives
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits.toml")
 
@@ -42,13 +42,12 @@ def test_a_profile_may_be_printed(capsys, tmp_path):
 @pytest.mark.slow
 def test_collectives_of_context_parallelism_are_measured(pool, tmp_path):
     recipe = load_recipe(DIGITS.replace("digits.", "digits_long."), ("--training.local_batch_size=4",))
-    pool(2).run(measured, recipe, str(tmp_path / "observed.json"))
-    profile = fit((), collectives=read_collectives(tmp_path / "observed.json"))
-    judge_collectives(profile.collectives, "cp 2")
+    pool(2).run(measured, recipe, str(tmp_path / "profile.json"))
+    judge_collectives(Profile.load(tmp_path / "profile.json").collectives, "cp 2")
 
 
 def measured(rank, recipe, path):
-    measure_collectives(group_recipe(recipe), recipe.batch.microbatch_size, path)
+    measure_collectives(group_recipe(recipe), path)
 
 
 def judge_collectives(found, degree):
