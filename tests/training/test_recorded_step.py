@@ -117,4 +117,4 @@ def judge_bubbles(timeline, measured):
     assert first.dp_gather - second.dp_gather == pytest.approx(0.4, abs=0.1)
     assert first.tp - second.tp == pytest.approx(layers * microbatches * (SLEEPS[1] - SLEEPS[0]), abs=0.1)
     assert second.tp > 0
-    assert second.dp_gather > 0
+    assert min(second.dp_gather, second.dp_scatter) > 0
