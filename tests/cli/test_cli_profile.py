@@ -1,27 +1,62 @@
 """`hetmesh profile`: what it writes and says."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hetmesh.cli import main
 from hetmesh.cost import Profile
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.collective_profile import group_recipe, measure_collectives
 
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits.toml")
 
 
 @pytest.mark.slow
-def test_a_profile_is_written_and_its_error_said(capsys, tmp_path):
+def test_a_profile_is_written_and_its_errors_said(tmp_path):
+    """E1: layers, and their collectives with a process for each rank: in a process of its own, which starts them."""
     path = tmp_path / "new" / "profile.json"
-    arguments = ["--output", str(path), "--seconds", "0", "--training.local_batch_size", "4"]
-    assert main(["profile", DIGITS, *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "held-out shapes: mean error" in out
+    command = [sys.executable, "-m", "hetmesh", "profile", DIGITS.replace("digits.", "digits_colocated.")]
+    command += ["--seconds", "0", "--training.local_batch_size", "4", "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "held-out shapes: mean error" in done.stdout
+    assert "collectives of tensor and context parallelism: measured with 2 processes" in done.stdout
+    assert "held-out shapes of collectives: mean error" in done.stdout
+    assert "start anew" not in done.stderr  # workers are forked
     profile = Profile.load(path)
-    assert main(["profile", DIGITS, *arguments, "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["layers"]) == set(profile.layers)
     assert {kind.rpartition("tp ")[2] for kind in profile.layers} == {"1", "2"}
+    judge_collectives(profile.collectives, "tp 2")
+
+
+@pytest.mark.slow
+def test_a_profile_may_be_printed(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    arguments = ["--output", str(path), "--seconds", "0", "--training.local_batch_size", "4", "--json"]
+    assert main(["profile", DIGITS.replace("digits.", "digits_single."), *arguments]) == 0
+    assert set(json.loads(capsys.readouterr().out)["layers"]) == set(Profile.load(path).layers)
+
+
+@pytest.mark.slow
+def test_collectives_of_context_parallelism_are_measured(pool, tmp_path):
+    recipe = load_recipe(DIGITS.replace("digits.", "digits_long."), ("--training.local_batch_size=4",))
+    pool(2).run(measured, recipe, str(tmp_path / "profile.json"))
+    judge_collectives(Profile.load(tmp_path / "profile.json").collectives, "cp 2")
+
+
+def measured(rank, recipe, path):
+    measure_collectives(group_recipe(recipe), path)
+
+
+def judge_collectives(found, degree):
+    """That the LLM's blocks have collectives, and its norm has fewer."""
+    blocks = [parts for kind, parts in found.items() if not kind.startswith("attention 0") and degree in kind]
+    (block,) = ([part.at(100, 1000) for part in parts.values()] for parts in blocks)
+    norm = next(parts for kind, parts in found.items() if kind.startswith("attention 0; weights 96; on rows"))
+    assert min(block) > 0
+    assert max(part.at(100, 1000) for part in norm.values()) < max(block)
 
 
 def test_a_wrong_recipe_is_an_error(capsys):

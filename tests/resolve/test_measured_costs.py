@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from hetmesh.balance import assign, batch_loads, batch_plan_of, graph_slots, pipeline_score
-from hetmesh.cost import Coefficients, Profile, computed_work
+from hetmesh.cost import Coefficients, Profile, computed_work, layer_kind
 from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import RecipeError
+from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.simulate import simulate
+from hetmesh.simulate import rank_work, simulate
 from hetmesh.simulate.step_model import UNIT_S
 from support.profiles import write_profile
 
@@ -118,3 +119,34 @@ def test_a_profile_of_other_modules_is_refused(tmp_path):
     recipe = load_recipe(RECIPES / "digits.toml", keys)
     with pytest.raises(RecipeError, match=r"profiling.profile: .* not measured.*hetmesh profile"):
         resolve(recipe)
+
+
+@pytest.mark.parametrize(("name", "degrees"), [("digits_colocated", {"tp": 2}), ("digits_long", {"cp": 2})])
+def test_measured_collectives_take_the_place_of_a_machines_links(tmp_path, name, degrees):
+    """Of tensor and of context parallelism: in predictions, and in what samples cost balancers."""
+    path = tmp_path / "profile.json"
+    resolved = profile_of(path, name)
+    profile, shape = Profile.load(path), resolved.shapes["llm"]
+    block = next(layer for layer in shape.layers if layer.attention_width)
+    blocks = sum(layer.attention_width > 0 for layer in shape.layers)
+    parts = {"collectives_forward": Coefficients(0.005, 2e-6), "collectives_backward": Coefficients(0.007)}
+    kinds = {layer_kind(layer, **degrees): {part: Coefficients() for part in parts} for layer in shape.layers}
+    replace(profile, collectives=kinds | {layer_kind(block, **degrees): parts}).save(path)
+    assert Profile.load(path).collectives[layer_kind(block, **degrees)] == parts
+    metas = resolved.loader().batch(0).metas
+    plan = resolved.plan(metas)
+    schedule = resolved.schedules.of(plan)
+    (rows,) = {work.work.rows for work in rank_work(plan, "llm", 0)[:1]}
+    cost = resolved.step_model("cpu").costs(plan, schedule).stages[Stage("llm"), 0]
+    assert cost.collectives_forward == pytest.approx(blocks * (0.005 + 2e-6 * rows), rel=0.1)
+    assert cost.collectives_backward == pytest.approx(blocks * 0.007)
+    cheap = costs_of(path, name)
+    parts["collectives_forward"] = Coefficients(0.005, 4e-6)
+    replace(profile, collectives=kinds | {layer_kind(block, **degrees): parts}).save(path)
+    dear = costs_of(path, name)
+    per_row = (dear["llm"].forward[0] - cheap["llm"].forward[0]) * UNIT_S
+    assert per_row == pytest.approx(degrees.get("tp", 1) * blocks * 2e-6)  # which balancers divide by
+
+
+def costs_of(path, name):
+    return resolve(load_recipe(RECIPES / f"{name}.toml", (f"--profiling.profile={path}",))).costs

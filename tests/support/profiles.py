@@ -12,7 +12,9 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 SECONDS = {"forward": 1.0, "backward_input": 1.2, "backward_weight": 0.9, "backward": 2.1}
 
 
-def write_profile(path: Path, resolved: ResolvedRecipe, slower: Mapping[str, float] | None = None) -> Profile:
+def write_profile(
+    path: Path, resolved: ResolvedRecipe, slower: Mapping[str, float] | None = None, dtype: str = "float32"
+) -> Profile:
     """A profile of all layers of a recipe: microseconds by the number of their kind.
 
     Args:
@@ -29,6 +31,6 @@ def write_profile(path: Path, resolved: ResolvedRecipe, slower: Mapping[str, flo
                 pairs = unit / 64 if layer.attention_width else 0.0
                 of_part = {part: Coefficients(*(SECONDS[part] * x for x in (3 * unit, unit, pairs))) for part in PARTS}
                 layers.setdefault(layer_kind(layer, tp), of_part)
-    profile = Profile(layers)
+    profile = Profile(layers, dtype=dtype)
     profile.save(path)
     return profile

@@ -233,14 +233,25 @@ def test_filled_bubbles_are_measured_and_predicted(load):
 @pytest.mark.exhaustive
 def test_stragglers_are_measured_and_predicted(load):
     straggler = load("benchmarks.straggler")
+    regret = ("--regret-batches", "2", "--regret-repetitions", "2")
     sizes = ("--width", "32", "--vision-layers", "1", "--llm-layers", "1", "--microbatches", "6")
-    result = straggler.run(options(straggler, *sizes, "--rounds", "2", "--seconds", "0"))
+    result = straggler.run(options(straggler, *sizes, "--rounds", "2", "--seconds", "0", *regret))
     for suffix in ("", "_fixed"):
         assert len(result[f"ratios{suffix}"]) == len(result[f"predicted_ratios{suffix}"]) == 2
         assert result[f"measured_ratio{suffix}"] > 0 < result[f"predicted_ratio{suffix}"]
         assert 0 < result[f"planning_share{suffix}"] < 1
     assert "auto, fixed" in straggler.table(result)
+    assert set(result["regret_ms"]) == {"auto", *load("benchmarks.straggler.regret").SINGLE}
+    assert -0.9 < result["auto_regret_measured"] < 9
+    assert len(result["regret_of_batches"]) == 2
     json.dumps(result, allow_nan=False)
+
+
+def test_a_regret_is_judged_by_other_repetitions_than_those_that_choose(load):
+    regret = load("benchmarks.straggler.regret").regret
+    assert regret([[1.0] * 4, [2.0] * 4, [0.8] * 4]) == pytest.approx(0.25)
+    by_chance = [[1.0] * 4, [0.5, 1.5] * 2, [1.5, 0.5] * 2]  # whoever seems best by one half is worst by the other
+    assert regret(by_chance) == pytest.approx(1 / 1.5 - 1)
 
 
 def test_charts_are_as_long_as_their_law_divided(load):

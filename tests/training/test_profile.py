@@ -10,8 +10,10 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.testing.parity import compare, reference, run_as
 from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe, sample_shapes
+from support import parity_cases
 from support.profiles import write_profile
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
@@ -65,3 +67,16 @@ def test_ranks_that_read_different_profiles_are_refused(pool, tmp_path):
         recipes.append(load_recipe(recipe, (*keys, f"--profiling.profile={path}")))
     for rank, said in enumerate(pool(2).run(with_own_profile, recipes)):
         assert said.startswith(f"profiling.profile = '{tmp_path / str(rank)}.json': the file of rank 1 is not")
+
+
+@pytest.mark.slow
+def test_a_run_by_measured_costs_equals_one_process(pool4, tmp_path):
+    """E1: loads, cuts and scores by a profile change who computes what, and nothing else."""
+    given, path = parity_cases.recipe("1f1b", *parity_cases.OVER_BOTH_STAGES, batch=8), tmp_path / "profile.json"
+    write_profile(path, resolve(given), {"vision": 5.0}, dtype="float64")
+    profiling = given.profiling.model_copy(update={"profile": str(path)})
+    measured = given.model_copy(update={"profiling": profiling})
+    before, after = (resolve(each) for each in (given, measured))
+    metas = before.loader().batch(0).metas
+    assert before.plan(metas).lanes != after.plan(metas).lanes
+    compare(reference(measured), pool4.run(run_as, measured, 3, timeout=120), 1e-10)

@@ -114,7 +114,7 @@ def judge_bubbles(timeline, measured):
     for (_, computed, queued), row in zip(measured, (first, second), strict=True):
         assert step - computed - queued - 0.01 * step < row.idle < step - computed + 0.01 * step
     layers, microbatches = 3, 2
-    assert first.dp_gather - second.dp_gather == pytest.approx(0.4, abs=0.1)
-    assert first.tp - second.tp == pytest.approx(layers * microbatches * (SLEEPS[1] - SLEEPS[0]), abs=0.1)
-    assert second.tp > 0
-    assert second.dp_gather > 0
+    near = 0.1 + sum(queued for *_, queued in measured)
+    assert first.dp_gather - second.dp_gather == pytest.approx(0.4, abs=near)
+    assert first.tp - second.tp == pytest.approx(layers * microbatches * (SLEEPS[1] - SLEEPS[0]), abs=near)
+    assert min(second.dp_gather, second.dp_scatter) > 0

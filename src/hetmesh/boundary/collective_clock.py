@@ -1,7 +1,7 @@
 """When this rank was in collectives inside its modules, while a step is recorded; costs nothing otherwise.
 
 The functions that run collectives say so (`timed_collective`): tensor and sequence parallelism, FSDP, and whoever waits
-for keys or for routed tokens (`World.waiting`).
+for keys or for routed tokens (`Exchange`, `World.waiting`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hetmesh.boundary.backend import Posted
+from hetmesh.boundary.collective_clock import timed_collective
 from hetmesh.boundary.local_peers import LocalPeer, PendingReceive
 from hetmesh.boundary.log import Label
 from hetmesh.boundary.rank_step import LocalPiece, RankStep, rank_step
@@ -250,7 +251,7 @@ class StepMessages:
         world, wait = self.world, self.world.backend.wait
         waited = 0.0
         try:
-            with world.watchdog.watching(self):
+            with timed_collective(), world.watchdog.watching(self):
                 for peer, work in works:
                     self._peer, started = peer, time.perf_counter()
                     wait(work, world.timeout)

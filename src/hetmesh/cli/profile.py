@@ -6,13 +6,17 @@ import argparse
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetmesh._processes import no_blas_threads
 from hetmesh.cli.launchers import find_place
-from hetmesh.cost import HeldOut, Observation
 from hetmesh.errors import HetmeshError
 from hetmesh.recipe.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
+    from hetmesh.cost import HeldOut, Profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +45,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise LaunchError("--device cuda: this machine has no GPU that torch can use; valid is cpu")
     torch.set_num_threads(1)  # workers are forked from this process
     resolved = resolve(recipe)
-    collectives, said = _collectives(recipe, device)
-    if collectives is None:
-        return 0
-    profile = profile_recipe(resolved, seconds=args.seconds, device=device, collectives=collectives)
+    sent, said = _collectives(recipe, device)
+    if (place := find_place(os.environ)) is not None and place.rank:
+        return 0  # the first of a launcher's processes goes on alone
+    profile = profile_recipe(resolved, seconds=args.seconds, device=device)
+    profile = replace(profile, collectives=sent.collectives, collectives_held_out=sent.collectives_held_out)
     path = Path(args.output or Path(recipe.job.dump_folder) / "profile.json")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,29 +71,27 @@ def _errors(held: HeldOut) -> str:
     return f"mean error {held.mean:.1%}, largest {held.largest:.1%} over {held.count} measurements"
 
 
-def _collectives(recipe: Recipe, device: str) -> tuple[tuple[list[Observation], list[Observation]] | None, str]:
-    """What processes for each rank of a group observed and held out, and how it was measured, or why not; None in a
-    process that another one of them measures for."""
+def _collectives(recipe: Recipe, device: str) -> tuple[Profile, str]:
+    """What processes for each rank of a group measured, and how, or why not."""
     import torch
 
     from hetmesh.cli.launch import launch
-    from hetmesh.training.collective_profile import group_recipe, measure_collectives, read_collectives
+    from hetmesh.cost import Profile
+    from hetmesh.training.collective_profile import group_recipe, measure_collectives
 
-    nothing: tuple[list[Observation], list[Observation]] = [], []
-    try:
-        group = group_recipe(recipe)
-        if group is None:
-            return nothing, "none in this recipe"
-        place, ranks = find_place(os.environ), group.world_size
-        there = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
-        if place is None and (ranks > there or (device == "cpu" and torch.cuda.device_count())):
-            what = "GPUs" if device == "cuda" else "cores"
-            return nothing, f"not measured, {ranks} ranks need as many {what}; predictions take the machine's links"
-        with tempfile.TemporaryDirectory() as folder:
-            path = str(Path(folder) / "collectives.json")
-            launch(measure_collectives, ranks, group, recipe.batch.microbatch_size, path)
-            if place is not None and place.rank:
-                return None, ""
-            return read_collectives(path), f"measured with {ranks} processes"
-    except HetmeshError as error:
-        return nothing, f"not measured, predictions take the machine's links: {str(error).splitlines()[-1]}"
+    if (group := group_recipe(recipe)) is None:
+        return Profile(), "none in this recipe"
+    gpus, reason = torch.cuda.device_count(), ""
+    there = gpus if device == "cuda" else 0 if gpus else len(os.sched_getaffinity(0))
+    if find_place(os.environ) is None and group.world_size > there:
+        reason = f"{group.world_size} processes need as many {'GPUs' if gpus else 'cores'}"
+    else:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "collectives.json"
+                launch(measure_collectives, group.world_size, group, str(path))
+                if path.exists():
+                    return Profile.load(path), f"measured with {group.world_size} processes"
+        except HetmeshError as error:
+            reason = str(error).splitlines()[-1]
+    return Profile(), f"not measured, predictions take the machine's links: {reason}"

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from hetmesh.cost.layer_time import LayerTime
-from hetmesh.cost.shapes import LayerShape
+from hetmesh.cost.layer_time import LayerTime, upstream_flags
+from hetmesh.cost.shapes import LayerShape, ModuleShape
 from hetmesh.cost.work import Work
 from hetmesh.errors import HetmeshError
 from hetmesh.files import from_json, read_file, write_json
@@ -129,6 +129,17 @@ class Profile:
         own = seconds("backward_input")
         weights = max(seconds("backward") - own, 0.0)
         return LayerTime(forward, own, layer.trained_share * weights, recomputed)
+
+    def layer_seconds(
+        self, shape: ModuleShape, work: Work, upstream: bool, tp: int = 1, recompute: bool = False
+    ) -> tuple[float, ...]:
+        """Of each named layer of a module in forward and backward. Raises HetmeshError: one was not measured."""
+        found = []
+        for layer, before in zip(shape.layers, upstream_flags(shape, upstream), strict=True):
+            if layer.name:
+                time = self.predict(layer, work, upstream=before, tp=tp, recompute=recompute)
+                found.append(time.forward + time.backward)
+        return tuple(found)
 
     def _find(self, layer: LayerShape, tp: int) -> tuple[Mapping[str, Coefficients], float]:
         for degree in dict.fromkeys((tp, 1)):

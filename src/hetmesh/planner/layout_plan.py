@@ -156,13 +156,18 @@ def laid_out_module(
         if facts.activation is None:
             raise GraphError(f"module {name!r} cannot be a pipeline")
         upstream = any(graph[before].trainable for before in graph.topology.upstream(name))
+        recomputed, work = options.activation_checkpoint == "full", problem.typical_work(name, samples)
+        seconds: tuple[float, ...] = ()
+        if problem.profile is not None:
+            seconds = problem.profile.layer_seconds(facts.shape, work, upstream, mesh.axis_size("tp"), recomputed)
         splits = default_splits(
             facts.shape,
             pp * stages_per_rank,
             upstream_trainable=upstream,
-            recomputed=options.activation_checkpoint == "full",
+            recomputed=recomputed,
             together=facts.first_layers,
-            work=problem.typical_work(name, samples),
+            work=work,
+            seconds=seconds,
         )
     sink = name == graph.sink.name
     return replace(

@@ -337,7 +337,7 @@ class Profiling(Section):
 
     timeline: bool = True  # record a step into dump_folder/timeline.json: takes about 0.5 s once, and changes no loss
     timeline_step: Size = 10  # which one; the last one of a shorter run
-    profile: str = ""  # what `hetmesh profile` wrote: predictions from measured layers instead of FLOPs
+    profile: str = ""  # of `hetmesh profile`: measured layers, not FLOPs, for predictions, balance and default cuts
 
 
 class Comm(Section):

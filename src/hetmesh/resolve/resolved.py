@@ -148,7 +148,9 @@ class ResolvedRecipe:
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
         keys = self.recipe.balance
-        return balance_options(keys, None if keys.policy == "none" else self.costs, self.deferral.on, self.lengths)
+        if keys.policy == "none":
+            return balance_options(keys, None, False, None)
+        return balance_options(keys, self.costs, self.deferral.on, self.lengths)
 
     @cached_property
     def lengths(self) -> StepReplay | None:

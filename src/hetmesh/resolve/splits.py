@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hetmesh.cost import ModuleShape, Profile, Rates, Work, module_times, upstream_flags
+from hetmesh.cost import ModuleShape, Profile, Rates, Work, module_times
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.graph import Activation
@@ -55,17 +55,11 @@ class Typical:
         """Of each named layer in a step; empty where nothing was measured. Raises RecipeError: not this layer."""
         if self.profile is None:
             return ()
-        found = []
-        for layer, before in zip(shape.layers, upstream_flags(shape, upstream), strict=True):
-            if layer.name:
-                try:
-                    time = self.profile.predict(layer, self.of(shape.name), upstream=before, tp=tp, recompute=recompute)
-                except HetmeshError as error:
-                    raise RecipeError(
-                        f"profiling.profile: {error}; measure this recipe with `hetmesh profile`"
-                    ) from error
-                found.append(time.forward + time.backward)
-        return tuple(found)
+        try:
+            return self.profile.layer_seconds(shape, self.of(shape.name), upstream, tp, recompute)
+        except HetmeshError as error:
+            hint = "measure this recipe with `hetmesh profile`, or leave the key out"
+            raise RecipeError(f"profiling.profile: {error}; {hint}") from error
 
 
 def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, typical: Typical) -> Splits:

@@ -52,8 +52,9 @@ class StepReplay:
             return np.full(len(work), np.inf)
         led = led_modules(self.graph)
         place = [led.index(stage.module) if stage.module in led else -1 for stage in order.stages]
-        known = dict(self.shares)
-        shares = [known[s.module][s.index] if s.module in known else self._equal(s.module) for s in order.stages]
+        alike = {spec.name: ((1 / spec.num_stages,) * 2,) * spec.num_stages for spec in self.graph.modules}
+        known = alike | dict(self.shares)
+        shares = [known[stage.module][stage.index] for stage in order.stages]
         forward = np.moveaxis(np.asarray(work, float), 0, 2)  # [microbatches, modules, steps]
         program, zero = order.program, np.zeros(len(work))
         free = [zero] * len(program.tracks)
@@ -76,10 +77,6 @@ class StepReplay:
                     for track in tracks:
                         free[track] = stop
         return _latest(free, zero)
-
-    def _equal(self, module: str) -> tuple[float, float]:
-        share = 1 / self.graph[module].num_stages
-        return share, share
 
 
 def _latest(times: list[np.ndarray], zero: np.ndarray) -> np.ndarray:
@@ -104,7 +101,7 @@ class _Order:
 @lru_cache(maxsize=64)
 def _order(replay: StepReplay, microbatches: int, late: tuple[int, ...]) -> _Order:
     """Of a step of so many microbatches in every module, in which some are taken late."""
-    graph, stages = replay.graph, _stages(replay.graph)
+    graph, stages = replay.graph, stage_graph(replay.graph)
     pairs = [(m, m) for m in range(microbatches)] + [(m, m + 1) for m in late]
     led_by, sink = leaders(graph), graph.sink.name
     into = {(b.source, b.destination) for b in graph.boundaries if led_by[b.destination] == sink != led_by[b.source]}
@@ -113,11 +110,6 @@ def _order(replay: StepReplay, microbatches: int, late: tuple[int, ...]) -> _Ord
     costs = {(stage, m): StageCost(0.0) for stage in stages.stages for m in range(microbatches)}
     recomputed = tuple(stage in schedule.recompute for stage in stages.stages)
     return _Order(stages.stages, program(schedule, StepCosts(costs, lanes=Lanes(apart(graph, stages)))), recomputed)
-
-
-@lru_cache(maxsize=64)
-def _stages(graph: ModuleGraph) -> StageGraph:
-    return stage_graph(graph)
 
 
 def apart(graph: ModuleGraph, stages: StageGraph) -> dict[Stage, tuple[tuple[int, ...], ...]]:

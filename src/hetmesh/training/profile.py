@@ -78,21 +78,12 @@ class _Call:
             yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
 
 
-def profile_recipe(
-    resolved: ResolvedRecipe,
-    *,
-    seconds: float = 45.0,
-    device: str = "cpu",
-    collectives: tuple[Sequence[Observation], Sequence[Observation]] = ((), ()),
-) -> Profile:
+def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
     """Measure the layers of all modules of a recipe on one device of this machine, for about `seconds`.
 
     A CPU is measured with one thread. Where parameters and computation differ in dtype, layers run under autocast.
 
     In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
-
-    Args:
-        collectives: what `hetmesh.training.collective_profile` observed, and held out.
 
     Raises:
         SampleError: the first samples do not suit the modules.
@@ -115,17 +106,22 @@ def profile_recipe(
         _measure_all(calls, seconds)
     dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
     fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
-    return fit(fitted, held_out, dtype=dtype, device=device, collectives=collectives)
+    return fit(fitted, held_out, dtype=dtype, device=device)
+
+
+def sample_sizes(largest: int) -> list[tuple[int, bool]]:
+    """From one sample to `largest`, doubling; whether one is held out, which every other is."""
+    sizes = sorted({max(1, round(largest / 2**k)) for k in range(14)})
+    last = len(sizes) - 1
+    return [(size, 0 < i < last and (last - i) % 2 == 1) for i, size in enumerate(sizes)]
 
 
 def sample_shapes(loader: Loader, largest: int) -> list[ShapeOf]:
     """Microbatches from one sample to `largest`, of short, of long and of any samples; every other size is held out."""
     pool = [drawn for step in range(_POOL) for drawn in loader.batch(step)]
     by_length = sorted(pool, key=lambda d: (d.meta.tokens, d.index))
-    sizes = sorted({max(1, round(largest / 2**k)) for k in range(0, 14)})
     shapes = []
-    for i, size in enumerate(sizes):
-        held_out = 0 < i < len(sizes) - 1 and (len(sizes) - 1 - i) % 2 == 1
+    for i, (size, held_out) in enumerate(sample_sizes(largest)):
         chosen = (by_length[:size], by_length[-size:], pool[i * size : (i + 1) * size] or pool[:size])
         shapes += [ShapeOf(tuple(shape), held_out) for shape in chosen]
     return shapes

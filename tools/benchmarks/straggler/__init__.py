@@ -22,6 +22,7 @@ from benchmarks.busy import Sizes, apart, busy_slowdown
 from benchmarks.schedule.predict import step_costs
 from benchmarks.schedule.stages import Measured
 from benchmarks.straggler.measure import Steps, measure
+from benchmarks.straggler.regret import auto_regret
 from benchmarks.straggler.source import recipe
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=24, help="per step (default %(default)s)")
     parser.add_argument("--microbatch", type=int, default=1, help="samples per microbatch (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=12, help="batches that are compared (default %(default)s)")
+    parser.add_argument("--regret-batches", type=int, default=6, help="batches of auto's regret (default %(default)s)")
+    parser.add_argument("--regret-repetitions", type=int, default=6, help="of each (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.4, help="of each measurement between steps")
 
 
@@ -59,6 +62,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     busy = Sizes(args.width, args.width * 4, layers=args.vision_layers, samples=1, tokens=192)
     with WorkerPool(2) as pool:
         ranks = pool.run(measure, recipes, args.rounds, args.seconds, busy, timeout=900)
+        several = sizes | {"microbatch": 4 * args.microbatch, "microbatches": max(args.microbatches // 3, 1)}
+        judged = recipe("auto", "recipe", smaller=1152 / args.width, **several)
+        regret = auto_regret(judged, pool, args.regret_batches, args.regret_repetitions, 20 * args.seconds)
     measured = [probe for _, probe in ranks]
     slowdown = busy_slowdown(probe.busy for probe in measured)
     none, *balanced = (_slower([steps[i] for steps, _ in ranks]) for i in range(len(recipes)))
@@ -83,7 +89,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"ratios{suffix}": [round(ratio, 3) for ratio in ratios],
             f"predicted_ratios{suffix}": [round(ratio, 3) for ratio in expected],
         }
-    return out | details | sizes
+    return out | regret | details | sizes
 
 
 def _ms(seconds: Sequence[float]) -> float:
@@ -128,4 +134,6 @@ def table(result: dict[str, Any]) -> str:
         ratios = (result[f"measured_ratio{suffix}"], result[f"predicted_ratio{suffix}"])
         columns = f"{seconds[0]:8.0f}ms{ratios[0]:7.3f}{seconds[1]:9.0f}ms{ratios[1]:7.3f}"
         lines.append(f"{name:16}{columns}{result[f'planning_share{suffix}']:10.2%}")
+    regret, scatter = result["auto_regret_measured"], result["auto_regret_scatter"]
+    lines.append(f"auto's step is {regret:+.2%} (standard error {scatter:.2%}) of the best single balancer's")
     return "\n".join([*lines, f"two busy cores are {result['busy_slowdown']:.3f} times as slow"])
