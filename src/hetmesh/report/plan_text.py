@@ -231,7 +231,7 @@ def plan_json(
         "seconds": seconds,
         "batches": batches,
         "window": len(problem.typical),
-        "steps": _first_and_last(steps),
+        "steps": None if steps is None else [steps.start + 1, steps.stop],
         "macro_batch": None if macro is None else asdict(macro),
         "phases": [_phase_json(problem, phase) for phase in phases],
         "notes": _notes(problem),
@@ -239,13 +239,9 @@ def plan_json(
     }
 
 
-def _first_and_last(steps: range | None) -> list[int] | None:
-    return None if steps is None else [steps.start + 1, steps.stop]
-
-
 def _phase_json(problem: Problem, phase: PhasePlan) -> dict[str, Any]:
     return {
-        "steps": _first_and_last(phase.steps),
+        "steps": [phase.steps.start + 1, phase.steps.stop],
         "macro_batch": None if phase.macro is None else asdict(phase.macro),
         "plan": None if phase.best is None else _as_json(problem, phase.best),
         "kept_step_s": None if phase.kept is None else phase.kept.step_s,

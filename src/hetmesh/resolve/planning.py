@@ -64,7 +64,7 @@ def recipe_problem(
     fitted = profile or recipe.profiling.profile
     _check_packing(recipe, adapters)
     plain = replace(resolved, graph=_without_layout(recipe, resolved.graph))
-    graph, model, loader = plain.graph, plain.step_model(machine, profile), plain.loader()
+    graph, model, loader = plain.graph, plain.step_model(machine, profile), resolved.loader()
     steps, size = steps or range(recipe.training.steps), recipe.batch.global_batch_size
     count = min(max(-(-MAX_SAMPLES // size), BATCHES), len(steps))
     samples = loader.drawn([i for k in range(count) for i in loader.indices(steps[k * len(steps) // count])]).metas
