@@ -106,7 +106,9 @@ class Profile:
         if not upstream:
             return LayerTime(forward, 0.0, layer.trained_share * seconds(parts["backward_weight"]), recomputed)
         alone = parts["backward_input"]
-        if layer.trained_share:  # no coefficient above that of both: what is left for weights is linear, and not negative
+        if (
+            layer.trained_share
+        ):  # no coefficient above that of both: what is left for weights is linear, and not negative
             alone = Coefficients(*map(min, astuple(alone), astuple(both)))
         own = seconds(alone)
         return LayerTime(forward, own, layer.trained_share * (seconds(both) - own), recomputed)
