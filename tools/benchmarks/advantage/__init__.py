@@ -12,8 +12,8 @@ schedules. The one that is predicted to be fastest runs. Predictions are what `h
 `[profiling] profile` and `[metrics] machine`, made before any step: the profile is `hetmesh profile`'s, of one process
 while the other core idles; the machine's links, memory and slowdown of busy cores are measured on both.
 
-Both sides train the same samples, step by step in turns, each rank on a core of its own with one thread; the slower
-rank counts. `speedup` is the median over steps of the ratio of both sides' seconds; in (d), where lengths differ from
+Both sides train the same samples, step by step in turns, each rank with one thread; the slower rank counts. Ranks are
+not pinned to cores: gloo's own threads would then wait for the computation that waits for them. `speedup` is the median over steps of the ratio of both sides' seconds; in (d), where lengths differ from
 step to step, the ratio of the seconds of all steps. `predicted` is the same of the predicted seconds of the same
 batches. `scatter` holds the quartiles of the ratios of single steps. `loss_difference` is the largest relative one in
 the first steps: that both sides train the same. `quiet` as in `bench.py schedule`: where it is false, run again.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.busy import BusyMeter, Sizes, blocks, busy_slowdown, pin
+from benchmarks.busy import BusyMeter, Sizes, blocks, busy_slowdown
 from hetmesh.boundary import World
 from hetmesh.cost.fitted import non_negative_least_squares
 from hetmesh.recipe.recipe import Recipe
@@ -53,7 +53,7 @@ class Machine:
 
 def measure_machine(rank: int, rounds: int, seconds: float) -> Machine:
     """Sums over the ranks, the optimizer on both ranks at once, plain code alone and together, in turns."""
-    pin(rank)
+    torch.set_num_threads(1)
     found, meter = Machine(), BusyMeter(blocks(_BUSY), seconds)
     parameter = torch.nn.Parameter(torch.randn(_PARAMETERS))
     parameter.grad = torch.randn(_PARAMETERS)
@@ -109,7 +109,7 @@ def measure(rank: int, recipes: Sequence[Recipe], rounds: int, seconds: float) -
     Args:
         seconds: of plain code, after each round.
     """
-    pin(rank)
+    torch.set_num_threads(1)
     meter = BusyMeter(blocks(_BUSY), seconds)
     turns = Turns(tuple([] for _ in recipes), tuple([] for _ in recipes), ([], []), [])
     with tempfile.TemporaryDirectory() as folder:
