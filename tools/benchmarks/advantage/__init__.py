@@ -13,10 +13,11 @@ schedules. The one that is predicted to be fastest runs. Predictions are what `h
 while the other core idles; the machine's links, memory and slowdown of busy cores are measured on both.
 
 Both sides train the same samples, step by step in turns, each rank with one thread; the slower rank counts. Ranks are
-not pinned to cores: gloo's own threads would then wait for the computation that waits for them. `speedup` is the median over steps of the ratio of both sides' seconds; in (d), where lengths differ from
-step to step, the ratio of the seconds of all steps. `predicted` is the same of the predicted seconds of the same
-batches. `scatter` holds the quartiles of the ratios of single steps. `loss_difference` is the largest relative one in
-the first steps: that both sides train the same. `quiet` as in `bench.py schedule`: where it is false, run again.
+not pinned to cores: gloo's own threads would then wait for the computation that waits for them. `speedup` is the median
+over steps of the ratio of both sides' seconds; in (d), where lengths differ from step to step, the ratio of the seconds
+of all steps. `predicted` is the same of the predicted seconds of the same batches. `scatter` holds the quartiles of the
+ratios of single steps. `loss_difference` is the largest relative one in the first steps: that both sides train the
+same. `quiet` as in `bench.py schedule`: where it is false, run again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ COMPARED = 2  # batches by which layouts are chosen; where lengths differ, all
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="a to d")
-    parser.add_argument("--rounds", type=int, default=12, help="steps of each side (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each side (default %(default)s)")
     parser.add_argument("--profile-seconds", type=float, default=10.0, help="of a case's layers (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.1, help="of plain code in each round (default %(default)s)")
     parser.add_argument("--smaller", type=int, default=1, help="towers so many times as narrow (default %(default)s)")
