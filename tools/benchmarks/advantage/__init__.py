@@ -7,10 +7,10 @@ its own has none of the two left); (c) LLM context parallel 2 with long text: th
 is what others do and not the best homogeneous layout, against dealt out over the ranks; (d) lengths of chart-16k: no
 balancing against the default.
 
-Of each side several layouts compete: microbatch sizes, cuts, sequence parallelism, sharded or replicated encoders,
-schedules. The one that is predicted to be fastest runs. Predictions are what `hetmesh simulate` says of a recipe with
-`[profiling] profile` and `[metrics] machine`, made before any step: the profile is `hetmesh profile`'s, of one process
-while the other core idles; the machine's links, memory and slowdown of busy cores are measured on both.
+Of each side several layouts compete: microbatch sizes, cuts, sharded or replicated encoders, schedules. The one that is
+predicted to be fastest runs. Predictions are what `hetmesh simulate` says of a recipe with `[profiling] profile` and
+`[metrics] machine`, made before any step: the profile is what `hetmesh profile` has just written for the case's common
+layout; the machine's links, memory and slowdown of busy cores are measured in two processes.
 
 Both sides train the same samples, step by step in turns, each rank with one thread; the slower rank counts. Ranks are
 not pinned to cores: gloo's own threads would then wait for the computation that waits for them. `speedup` is the median
@@ -23,7 +23,10 @@ same. `quiet` as in `bench.py schedule`: where it is false, run again.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,12 +36,11 @@ from typing import Any
 from benchmarks.advantage.cases import CASES, Case, Layout
 from benchmarks.advantage.measure import WARM_UP, Turns, machine_file, measure, measure_machine
 from benchmarks.busy import Quiet
-from hetmesh.cost import computed_work, module_flops
+from hetmesh.cost import Profile, computed_work, module_flops
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.profile import profile_recipe
 
 JUDGES = (
     "src/hetmesh/balance",
@@ -72,8 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         machine.write_text(machine_file(pool.run(measure_machine, args.rounds, args.seconds, timeout=300)), "utf-8")
         for name in args.only:
             case, profile = CASES[name].smaller(args.smaller), Path(folder, f"{name}.json")
-            fitted = profile_recipe(resolve(case.recipe(_profiled(case))), seconds=args.profile_seconds)
-            fitted.save(profile)
+            fitted = measured_profile(case.text(_profiled(case)), profile, args.profile_seconds)
             sides = [
                 {each: case.recipe(each, str(machine), str(profile)) for each in layouts}
                 for layouts in (case.before, case.after, case.also)
@@ -109,10 +110,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measured_profile(recipe: str, output: Path, seconds: float) -> Profile:
+    """What `hetmesh profile` writes to `output` for the text of a recipe."""
+    path = output.with_suffix(".toml")
+    path.write_text(recipe, "utf-8")
+    command = [sys.executable, "-m", "hetmesh", "profile", str(path), "--output", str(output), "--device", "cpu"]
+    own = str(Path(__file__).parents[2])  # the recipe names classes of benchmarks
+    found = os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    subprocess.run(
+        [*command, "--seconds", str(seconds)],
+        env=os.environ | {"PYTHONPATH": found},
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=600,
+    )
+    return Profile.load(output)
+
+
 def _profiled(case: Case) -> Layout:
-    """What `hetmesh profile` is given: the common layout, in microbatches up to the largest."""
+    """What `hetmesh profile` is given: the common layout, in microbatches up to the largest, at least four samples."""
     largest = max(each.microbatch for each in (*case.before, *case.after))
-    return replace(case.before[0], microbatch=max(largest, 2))
+    return replace(case.before[0], microbatch=max(largest, 4))
 
 
 def predicted(recipe: Recipe, batches: Sequence[int]) -> list[float]:

@@ -1,7 +1,8 @@
 """The four cases: a small VLM on two ranks, the LLM's layout given as it would be at scale, and the layouts beside it.
 
 Encoders are narrow and deep, as SigLIP is beside an LLM, and make about a third of the FLOPs. What both sides of a case
-share is written once: sizes, samples, optimizer, no recomputation.
+share is written once: sizes, samples, optimizer, no recomputation, no sequence parallelism (it saves memory, and on two
+cores takes longer in either layout).
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ _SHARDS = "data_parallel_shard_degree = 2"
 _TENSOR = "tensor_parallel_degree = 2"
 _CONTEXT = "context_parallel_degree = 2"
 _PIPELINE = "pipeline_parallel_degree = 2"
-_SEQUENCE = "\nenable_sequence_parallel = true"
 _FIRST = "ranks = [0]"
 _BY_ONE = "microbatch_sizes = { vision = 1 }"  # lanes of the encoder get a sample each, of several microbatches
 _EVERY_RANK = "benchmarks.advantage.every_rank:EveryRank"
@@ -138,7 +138,7 @@ class Case:
         before, after: what is compared with what; of each, the layout that is fastest by prediction runs.
         also: layouts that are only predicted.
         items: images of 256 rows in a sample; 0: charts, of which a step has more or less.
-        text: most tokens of text, half of them on average.
+        words: most tokens of text, half of them on average.
         samples: of a step.
     """
 
@@ -151,7 +151,7 @@ class Case:
     vision_width: int
     vision_layers: int
     items: int = 0
-    text: int = 0
+    words: int = 0
     also: tuple[Layout, ...] = ()
 
     def smaller(self, times: int) -> Case:
@@ -159,13 +159,17 @@ class Case:
         return replace(self, width=self.width // times, vision_width=self.vision_width // times)
 
     def recipe(self, layout: Layout, machine: str = "cpu", profile: str = "") -> Recipe:
-        """What `layout` trains; `machine` and `profile` are files."""
+        """What `layout` trains; arguments as of `text`."""
+        return parse_recipe(self.text(layout, machine, profile))
+
+    def text(self, layout: Layout, machine: str = "cpu", profile: str = "") -> str:
+        """The recipe of `layout`, predicted and balanced by the files `machine` and `profile`."""
         front = (_IMAGES if self.items else _CHARTS).format(
             vision=layout.vision,
             width=self.vision_width,
             layers=self.vision_layers,
             items=self.items,
-            text=self.text,
+            text=self.words,
             smaller=1152 / self.vision_width,
         )
         tables = dict(layout.tables)
@@ -188,32 +192,29 @@ class Case:
             f"[parallelism.{name}]\n{keys}\n" + "ranks = [0, 1]\n" * ("ranks" not in keys)
             for name, keys in tables.items()
         )
-        return parse_recipe(front + llm + "".join(where))
+        return front + llm + "".join(where)
 
 
-def _tables(encoder: str, llm: str, projector: str = "") -> tuple[tuple[str, str], ...]:
-    return ("vision", encoder), ("projector", projector or encoder), ("llm", llm)
+def _tables(encoder: str, llm: str) -> tuple[tuple[str, str], ...]:
+    return ("vision", encoder), ("projector", encoder), ("llm", llm)
 
 
 def _tensor_parallel() -> Case:
     def layouts(name: str, encoder: str) -> Iterator[Layout]:
         for microbatch in (1, 2, 4):
-            for sequence in ("", _SEQUENCE):
-                own = encoder + (sequence if encoder == _TENSOR else "")
-                how = ", sequence parallel" if sequence else ""
-                yield Layout(f"{name}{how}, {_by(microbatch)}", _tables(own, _TENSOR + sequence, encoder), microbatch)
+            yield Layout(f"encoder {name}, {_by(microbatch)}", _tables(encoder, _TENSOR), microbatch)
 
     return Case(
         "LLM tensor parallel 2: encoder in the same layout, or data parallel 2",
-        tuple(layouts("encoder tensor parallel", _TENSOR)),
-        (*layouts("encoder replicated", _REPLICAS), *layouts("encoder sharded", _SHARDS)),
+        tuple(layouts("tensor parallel", _TENSOR)),
+        (*layouts("replicated", _REPLICAS), *layouts("sharded", _SHARDS)),
         samples=16,
         width=384,
         layers=2,
         vision_width=64,
         vision_layers=24,
         items=1,
-        text=40,
+        words=40,
     )
 
 
@@ -223,7 +224,7 @@ def _pipeline() -> Case:
         schedule: tuple(
             Layout(
                 f"chain of encoder and {k} + {layers - k} layers, {schedule}",
-                _tables(_FIRST, _cut(k, layers), _FIRST),
+                _tables(_FIRST, _cut(k, layers)),
                 1,
                 schedule,
             )
@@ -256,7 +257,7 @@ def _pipeline() -> Case:
         vision_width=192,
         vision_layers=4,
         items=4,
-        text=160,
+        words=160,
         also=(*chain["zero_bubble"], spread[-1]),
     )
 
@@ -285,7 +286,7 @@ def _context_parallel() -> Case:
         vision_width=128,
         vision_layers=12,
         items=2,
-        text=1600,
+        words=1600,
     )
 
 
