@@ -150,14 +150,16 @@ def test_a_checkpoint_of_another_model_is_one_error_on_every_rank(pool4, tmp_pat
     )
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_a_parameter_that_had_no_gradient_yet_starts_counting_where_it_would_have(world, tmp_path, name):
+@pytest.mark.parametrize("trained", [[False, False], []], ids=["one of two", "none"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "torch.optim:RMSprop"])
+def test_a_parameter_that_had_no_gradient_yet_starts_counting_where_it_would_have(world, tmp_path, name, trained):
     optimizer = ("--optimizer.name", name)
     checkpointer = Checkpointer(world, tmp_path)
     root, optimizers = make(optimizer)
-    steps(root, optimizers, [False, False])
-    checkpointer.save(2, root, optimizers, {"step": 2})
+    steps(root, optimizers, trained)
     before = everything(root, optimizers)
+    checkpointer.save(2, root, optimizers, {"step": 2})
+    assert different(before, everything(root, optimizers)) == []
     steps(root, optimizers, [True, False])
 
     other, resumed = make(optimizer)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects, reduce_over_ranks
-from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
+from hetmesh.checkpoint.fit import MODEL, OPTIMIZER_STATE, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
@@ -113,7 +113,8 @@ class Checkpointer:
         self.wait()
         began = time.perf_counter()
         path = self.folder / f"step-{step}"
-        state = _without(elsewhere, self._state(root, optimizers, extra))
+        with _nothing_made_up(optimizers[0].optimizers if optimizers is not None else ()):
+            state = _without(elsewhere, self._state(root, optimizers, extra))
         with self.patience(), self.world.waiting(f"saving {path}"):
             entries = self.plans.share(state)
             try:
@@ -231,6 +232,7 @@ class Checkpointer:
         root.load_state_dict(_under(everything | state, MODEL))  # tensors are read in place
         if optimizers is not None:
             optimizers[0].load_state_dict(_under(state, "optimizer."))
+            _forget_made_up(optimizers[0].optimizers, state)
             with warnings.catch_warnings():  # torchtitan's scheduler asks torch's for its rate in a frowned-upon way
                 warnings.simplefilter("ignore", UserWarning)
                 optimizers[1].load_state_dict(_under(state, "lr_scheduler."))
@@ -322,3 +324,28 @@ def _without(modules: Collection[str], state: dict[str, Any]) -> dict[str, Any]:
 
 def _under(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _forget_made_up(optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any]) -> None:
+    """Drop what optimizers hold of parameters of which `state` holds nothing, since they never had a gradient: torch
+    steps once to make the tensors that it loads into, and keeps the others."""
+    saved = {key.rpartition(".")[0] for key in state}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter, name in zip(group["params"], group["param_names"], strict=True):
+                if f"{OPTIMIZER_STATE}{name}" not in saved:
+                    optimizer.state.pop(parameter, None)
+
+
+@contextlib.contextmanager
+def _nothing_made_up(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """In the body optimizers without any state seem to have some: torch steps others once when it is asked for their
+    state, which then begins with another step count than in a run that saves nothing."""
+    bare = [optimizer for optimizer in optimizers if not optimizer.state]
+    for optimizer in bare:
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {}
+    try:
+        yield
+    finally:
+        for optimizer in bare:
+            optimizer.state.clear()

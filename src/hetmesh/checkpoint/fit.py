@@ -24,6 +24,9 @@ from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
 MODEL = "model."
 """Prefix of the names of parameters and buffers in a checkpoint."""
 
+OPTIMIZER_STATE = "optimizer.state."
+"""That of the names of what optimizers hold of parameters."""
+
 _N_DIFFERENCES = 3  # that an error names
 _N_NAMES = 8  # in one message
 
@@ -52,9 +55,8 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS, ORDER)
     if key.startswith("random.") or key in [f"extra.{name}" for name in newer]:
         return True
-    prefix = "optimizer.state."
-    parameter = key.removeprefix(prefix).rpartition(".")[0]
-    return key.startswith(prefix) and not any(k.startswith(f"{prefix}{parameter}.") for k in saved)
+    parameter = key.rpartition(".")[0]
+    return key.startswith(OPTIMIZER_STATE) and not any(k.startswith(f"{parameter}.") for k in saved)
 
 
 def differences(state: Mapping[str, Any], saved: Mapping[str, Any], cast: Collection[torch.dtype] = ()) -> list[str]:
