@@ -273,11 +273,6 @@ def seeded_generator(seed: int) -> torch.Generator:
     return generator
 
 
-def implement(library: torch.library.Library, operation: str, key: str, kernel: Callable[..., Any]) -> None:
-    """Let `kernel` be an operation of `aten` on dispatch key `key`, for as long as `library` lives."""
-    library.impl(operation, kernel, key)
-
-
 @contextmanager
 def tensors_made_on_host() -> Iterator[None]:
     """`torch.tensor(values, device=...)` makes a tensor on the host and copies it, so that dispatch modes see the copy

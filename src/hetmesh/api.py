@@ -16,7 +16,6 @@ from hetmesh.export.export import export_last
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
-from hetmesh.training import trainer
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
@@ -59,8 +58,9 @@ def train(
 
 
 def run_recipe(recipe: Recipe, resolved: ResolvedRecipe | None = None) -> dict[str, Any]:
-    """`hetmesh.training.trainer.train`, exports included, of a recipe that is already checked."""
-    return trainer.train(recipe, resolved, export=export_last)
+    """`train` of a recipe that is already checked; `resolved`: the recipe, if this process has resolved it."""
+    with open_payloads(recipe) as payloads, world_for(recipe) as world:
+        return train_in(world, recipe, payloads, resolved, export=export_last)
 
 
 @contextmanager

@@ -43,12 +43,12 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
         os.replace(temporary, path)
 
 
-def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
+def open_file(path: str | Path) -> BinaryIO:
     """A file to read. Raises OSError: it cannot be read, or is a pipe or device, whose opening or reading may never
     end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
-    return open(path, "rb", buffering)
+    return open(path, "rb")
 
 
 def read_file(path: str | Path) -> bytes:

@@ -14,7 +14,7 @@ def random_mask(rng, length):
         if rng.random() < 0.9:
             rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, 3, rng.randint(0, 15)]))
             document, instance = rng.randrange(3), rng.randint(0, 4)
-            segments.append(Segment(document, instance, at, stop, rule, sees, rng.random() < 0.9))
+            segments.append(Segment(document, instance, at, stop, rule, sees))
         at = stop
     return Mask(tuple(segments), length)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetmesh.balance import BatchLoads, Slots, assign
-from hetmesh.balance.deferral import MAX_MOVABLE_SAMPLES, bottleneck_matching, defer
+from hetmesh.balance.deferral import SUMS, bottleneck_matching, defer
 
 
 def after(members, work, pairing):
@@ -84,14 +84,32 @@ def test_entrain_ends_with_equal_llm_work():
     assert (late == found.deferred).all()
 
 
-def test_many_samples_move_by_their_heaviest_and_lightest():
-    rng = np.random.default_rng(0)
-    work = rng.integers(1, 100, 60)
-    members = [list(range(40)), list(range(40, 60))]
-    assert len(members[0]) > MAX_MOVABLE_SAMPLES
+@pytest.mark.parametrize(("count", "scale"), [(40, 100), (300, 10**12), (12, 10**15)])
+def test_all_samples_of_a_microbatch_may_move(count, scale):
+    """However many and heavy: half the difference is met within the width of an interval of sums, and tokens within
+    their cap."""
+    rng = np.random.default_rng(count)
+    work = rng.integers(1, scale, count + 4)
+    tokens = rng.integers(1, 50, count + 4)
+    members = [list(range(count)), list(range(count, count + 4))]
+    difference = int(work[:count].sum() - work[count:].sum())
     loads = after(members, work, defer(members, work))
     assert sum(loads) == work.sum()
-    assert max(loads) < max(int(work[m].sum()) for m in members)
+    assert abs(loads[0] - loads[1]) <= max(2 * difference / SUMS, 1)
+    cap = int(tokens[count:].sum()) + 200
+    capped = defer(members, work, tokens, cap)
+    assert capped.deferred
+    assert after(members, tokens, capped)[1] <= cap
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_intervals_of_sums_lose_little_to_brute_force(seed):
+    """Ten samples of any work: as even as the best of 1024 subsets, up to a few intervals."""
+    rng = np.random.default_rng(seed)
+    work = rng.integers(1, 10**12, 12)
+    members = [list(range(10)), [10, 11]]
+    difference = int(work[:10].sum() - work[10:].sum())
+    assert max(after(members, work, defer(members, work))) <= brute_force(members, work) + 4 * difference / SUMS
 
 
 @pytest.mark.parametrize("seed", range(30))

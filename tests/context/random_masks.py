@@ -16,9 +16,7 @@ def random_mask(rng):
         stop = min(length, at + rng.randint(1, longest))
         if not (gaps and rng.random() < 0.3):
             rule, sees = rng.choice(list(Rule)), Sees(rng.choice([0, 0, 2, rng.randint(0, 15)]))
-            segments.append(
-                Segment(rng.randrange(documents), rng.randint(0, instances), at, stop, rule, sees, rng.random() < 0.9)
-            )
+            segments.append(Segment(rng.randrange(documents), rng.randint(0, instances), at, stop, rule, sees))
         at = stop
     rng.shuffle(segments)
     return Mask(tuple(segments), length)

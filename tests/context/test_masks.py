@@ -31,7 +31,6 @@ def picture(mask):
         (text_with_instances(5, IMAGE, instances_see=Sees.TEXT), ["x....", "xx...", "xxxx.", "xxxx.", "xxxxx"]),
         (text_with_instances(4, [(0, 1), (2, 3)]), ["x...", "xx..", "..x.", "xxxx"]),
         (text_with_instances(4, [(0, 1), (2, 3)], shared=True), ["x.x.", "xx..", "x.x.", "xxxx"]),
-        (text_with_instances(4, [(0, 1), (1, 2)], text_sees=Sees.NOTHING), ["x...", ".x..", "..x.", "..xx"]),
         (join([causal(2), text_with_instances(2, [(0, 1)])]), ["x...", "xx..", "..x.", "..xx"]),
         (prefix([causal(2), text_with_instances(2, [(0, 2)])]), ["x...", "xx..", "xxxx", "xxxx"]),
         (blockwise_causal([1, 2, 1]), ["x...", ".x..", ".xx.", "xxxx"]),
@@ -41,12 +40,6 @@ def picture(mask):
 )
 def test_masks_as_drawn(mask, drawn):
     assert picture(mask) == drawn
-
-
-def test_a_hidden_image_is_seen_by_itself_alone():
-    text = Segment(0, TEXT, 2, 4, Rule.CAUSAL, Sees.INSTANCES)
-    image = Segment(0, 1, 0, 2, Rule.BIDIRECTIONAL, Sees.NOTHING, seen=False)
-    assert picture(Mask((text, image), 4)) == ["xx..", "xx..", "..x.", "..xx"]
 
 
 def test_a_sample_gives_its_own_mask():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmesh.data import Expander, Expansion, Sample, check_meta, check_sample, expand, expand_tokens
+from hetmesh.data import Expander, Expansion, Sample, check_meta, check_sample, expand_tokens
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
 
@@ -74,9 +74,9 @@ def test_expansion_and_truncation_match_an_independent_walk(case, seq_len):
         end -= 1
     if end == 0:
         with pytest.raises(SampleError, match="'s': nothing fits into seq_len"):
-            expand(meta, ITEM_ROWS, seq_len=seq_len)
+            Expander(ITEM_ROWS, seq_len=seq_len)(meta)
         return
-    result = expand(meta, ITEM_ROWS, seq_len=seq_len)
+    result = Expander(ITEM_ROWS, seq_len=seq_len)(meta)
     payload = expand_tokens(sample, meta, result.meta, PLACEHOLDERS)
 
     assert payload.tokens.tolist() == [token for token, _ in sequence[:end]]
@@ -97,9 +97,9 @@ def test_expansion_and_truncation_match_an_independent_walk(case, seq_len):
 @given(samples())
 def test_an_expanded_sample_expands_to_itself(case):
     meta, sample, _ = case
-    once = expand(meta, ITEM_ROWS).meta
+    once = Expander(ITEM_ROWS)(meta).meta
     payload = expand_tokens(sample, meta, once, PLACEHOLDERS)
-    assert expand(once, ITEM_ROWS) == Expansion(once)
+    assert Expander(ITEM_ROWS)(once) == Expansion(once)
     assert torch.equal(expand_tokens(payload, once, once, PLACEHOLDERS).tokens, payload.tokens)
 
 
@@ -107,48 +107,48 @@ def test_an_expanded_sample_expands_to_itself(case):
 def test_truncation_is_a_prefix_of_at_most_seq_len_and_cutting_twice_changes_nothing(case, seq_len):
     meta, _, _ = case
     try:
-        cut = expand(meta, ITEM_ROWS, seq_len=seq_len).meta
+        cut = Expander(ITEM_ROWS, seq_len=seq_len)(meta).meta
     except SampleError:
         return
     assert cut.tokens <= seq_len
     assert cut.num_targets <= meta.num_targets
-    assert expand(cut, ITEM_ROWS, seq_len=seq_len).meta == cut
+    assert Expander(ITEM_ROWS, seq_len=seq_len)(cut).meta == cut
 
 
 def test_positions_and_targets_move_along():
     meta = SampleMeta("s", 6, (IMAGE, MediaItem("image", (1, 2, 2), 3)), ((2, 3), (4, 6)))
-    assert expand(meta, ITEM_ROWS).meta == SampleMeta(
+    assert Expander(ITEM_ROWS)(meta).meta == SampleMeta(
         "s", 9, (replace(IMAGE, rows=4), MediaItem("image", (1, 2, 2), 6, 1)), ((5, 6), (7, 9))
     )
 
 
 def test_a_cut_inside_a_media_item_drops_the_whole_item_and_all_that_follows():
     meta = SampleMeta("s", 5, (IMAGE,), ((3, 5),))  # expanded: text, 4 rows, text, 2 targets
-    result = expand(meta, ITEM_ROWS, seq_len=4)
+    result = Expander(ITEM_ROWS, seq_len=4)(meta)
     assert result == Expansion(SampleMeta("s", 1), dropped_media=(IMAGE,), dropped_tokens=7)
-    assert expand(meta, ITEM_ROWS, seq_len=5).meta.media == (replace(IMAGE, rows=4),)
+    assert Expander(ITEM_ROWS, seq_len=5)(meta).meta.media == (replace(IMAGE, rows=4),)
 
 
 def test_a_sample_whose_targets_are_all_cut_is_legal():
     meta = SampleMeta("s", 10, (), ((5, 10),))
-    assert expand(meta, ITEM_ROWS, seq_len=5).meta == SampleMeta("s", 5)
-    assert expand(meta, ITEM_ROWS, seq_len=7).meta.targets == ((5, 7),)
+    assert Expander(ITEM_ROWS, seq_len=5)(meta).meta == SampleMeta("s", 5)
+    assert Expander(ITEM_ROWS, seq_len=7)(meta).meta.targets == ((5, 7),)
 
 
 def test_text_only_samples_need_no_encoder():
-    assert expand(SampleMeta("s", 3), {}).meta == SampleMeta("s", 3)
+    assert Expander({})(SampleMeta("s", 3)).meta == SampleMeta("s", 3)
 
 
 def test_module_rows_are_those_of_the_sample_after_the_cut():
     meta = SampleMeta("s", 3, (IMAGE, MediaItem("image", (1, 2, 2), 2)))
     module_rows = {"vision": ("image", ITEM_ROWS["image"]), "ears": ("audio", ITEM_ROWS["audio"])}
-    assert expand(meta, ITEM_ROWS, module_rows=module_rows).meta.rows == {"vision": 5, "ears": 0}
-    assert expand(meta, ITEM_ROWS, seq_len=5, module_rows=module_rows).meta.rows == {"vision": 4, "ears": 0}
+    assert Expander(ITEM_ROWS, module_rows=module_rows)(meta).meta.rows == {"vision": 5, "ears": 0}
+    assert Expander(ITEM_ROWS, seq_len=5, module_rows=module_rows)(meta).meta.rows == {"vision": 4, "ears": 0}
 
 
 def test_expand_is_pure():
     meta = SampleMeta("s", 3, (IMAGE,))
-    assert expand(meta, ITEM_ROWS) == expand(meta, ITEM_ROWS)
+    assert Expander(ITEM_ROWS)(meta) == Expander(ITEM_ROWS)(meta)
     assert meta == SampleMeta("s", 3, (IMAGE,))
     assert pickle.loads(pickle.dumps(IMAGE)) == IMAGE
 
@@ -230,7 +230,7 @@ MALFORMED = [
 @pytest.mark.parametrize(("meta", "message"), MALFORMED)
 def test_malformed_metadata_is_an_error_that_names_the_sample(meta, message):
     with pytest.raises(SampleError, match=message):
-        expand(meta, ITEM_ROWS)
+        Expander(ITEM_ROWS)(meta)
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_malformed_metadata_is_found_among_others(data, cases):
 
 def test_a_media_item_that_can_never_fit_is_an_error():
     with pytest.raises(SampleError, match=r"'s': nothing fits into seq_len 3: its first 'image' takes 4 rows"):
-        expand(SampleMeta("s", 2, (replace(IMAGE, position=0),)), ITEM_ROWS, seq_len=3)
+        Expander(ITEM_ROWS, seq_len=3)(SampleMeta("s", 2, (replace(IMAGE, position=0),)))
     with pytest.raises(RecipeError, match="seq_len = 0"):
         Expander(ITEM_ROWS, seq_len=0)
 
@@ -286,10 +286,10 @@ TENSORS = [torch.zeros(1, 4, 4), torch.zeros(1, 2, 2)]
 )
 def test_a_payload_that_disagrees_with_its_metadata_is_an_error_that_names_both(sample, message):
     with pytest.raises(SampleError, match=message):
-        expand_tokens(sample, META, expand(META, ITEM_ROWS).meta, PLACEHOLDERS)
+        expand_tokens(sample, META, Expander(ITEM_ROWS)(META).meta, PLACEHOLDERS)
 
 
 def test_a_kind_of_media_without_a_placeholder_is_an_error():
     sample = Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS})
     with pytest.raises(SampleError, match="'s': media of kind 'image' has no placeholder token"):
-        expand_tokens(sample, META, expand(META, ITEM_ROWS).meta, {"audio": 2})
+        expand_tokens(sample, META, Expander(ITEM_ROWS)(META).meta, {"audio": 2})

@@ -12,6 +12,7 @@ from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve import samples
+from hetmesh.resolve.resolved import resolve
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -59,7 +60,7 @@ def test_only_what_the_run_reads_is_looked_for(root, monkeypatch):  # noqa: F811
     names = ["gone.png", *["wide.png"] * 30]
     path = lines(root, *names)
     given = recipe(root, path)
-    drawn = set(samples.in_order_of_training(given, recipe_source(given.data)))
+    drawn = set(samples.in_order_of_training(resolve(given)))
     if 0 in drawn:
         path = lines(root, *reversed(names))
     checked(recipe(root, path))

@@ -1,15 +1,19 @@
-"""Mixtures: shares as weighted, every sample at least once an epoch, one vocabulary."""
+"""Mixtures: shares as weighted, every sample at least once an epoch, one vocabulary; phases, and other orders."""
 
+import re
 from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetmesh.cli import main
 from hetmesh.data import DigitsSource, Loader, MixtureSource, SyntheticSource, make_source
 from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.sample_order import PhasedOrder
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 
 
 def synthetic(length, seed=0, **options):
@@ -76,3 +80,149 @@ def test_a_recipe_names_the_parts_of_a_mixture():
 def test_parts_of_one_vocabulary_only():
     with pytest.raises(RecipeError, match="'a' and 'b' must have one vocabulary: vocab_size is 50 and "):
         MixtureSource({"a": synthetic(3), "b": make_source("digits")})
+
+
+SIZES = {"a": 30, "b": 11, "c": 2000}
+PHASES = {0: {"a": 3, "b": 1}, 40: {"b": 1, "c": 1, "a": 0}, 300: {"a": 1, "b": 1, "c": 6}}
+
+
+def phased(batch=8, phases=PHASES, **options):
+    mixture = MixtureSource({name: synthetic(n, i) for i, (name, n) in enumerate(SIZES.items())})
+    order = PhasedOrder(mixture, phases, batch, seed=5, **options)
+    return Loader(mixture, batch, order=order, seed=5, shuffle=options.get("shuffle", True))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_phases_draw_their_shares_and_each_source_goes_on_where_it_was(shuffle):
+    loader = phased(shuffle=shuffle)
+    places = [[loader.source.place(i) for i in loader.indices(step)] for step in range(900)]
+    for first, stop, shares in ((0, 40, (3, 1, 0)), (40, 300, (0, 1, 1)), (300, 900, (1, 1, 6))):
+        seen = Counter(name for batch in places[first:stop] for name, _ in batch)
+        drawn = sum(seen.values())
+        for name, share in zip("abc", shares, strict=True):
+            assert abs(seen[name] - drawn * share / sum(shares)) <= (0 if not share else 0.05 * drawn + 1)
+        if first:  # whole decks are exact
+            begun = Counter(name for batch in places[first : first + 128] for name, _ in batch)
+            assert begun == {n: 1024 * share // sum(shares) for n, share in zip("abc", shares, strict=True) if share}
+    for name, size in SIZES.items():
+        own = [at for batch in places for source, at in batch if source == name]
+        for epoch in range(len(own) // size):
+            run = own[epoch * size : (epoch + 1) * size]
+            assert Counter(run) == Counter(range(size))
+            assert shuffle is (run != sorted(run))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 5))
+def test_a_phased_order_is_a_function_of_the_place_and_resumes_exactly(step, batch):
+    whole = phased(batch)
+    first = whole.order.indices(0, 120 * batch)
+    assert [i for k in range(120) for i in phased(batch).indices(k)] == first
+    other = phased(batch)
+    whole.step = step
+    other.load_state_dict(whole.state_dict())
+    assert other.indices(step) == phased(batch).indices(step)
+
+
+def test_a_position_of_other_phases_is_refused_and_later_phases_may_change():
+    loader = phased()
+    loader.step = 50
+    later = PHASES | {300: {"a": 1}}
+    phased(phases=later).load_state_dict(loader.state_dict())
+    begun = PHASES | {40: {"b": 1, "c": 2}}
+    with pytest.raises(RecipeError, match=r"data\.order and data\.phases up to there were .*'c': 1.* are .*'c': 2"):
+        phased(phases=begun).load_state_dict(loader.state_dict())
+    with pytest.raises(RecipeError, match=r"8 samples a step.* and are .*4 samples a step"):
+        phased(batch=4).load_state_dict(loader.state_dict())
+    plain = Loader(loader.source, 8, seed=5)
+    with pytest.raises(RecipeError, match="and are 'none'"):
+        plain.load_state_dict(loader.state_dict())
+
+
+RECIPE = """
+[modules.llm]
+model = "qwen3"
+[training]
+local_batch_size = 8
+[[data.mixture]]
+source = "digits"
+[data.mixture.options]
+max_images = 2
+[[data.mixture]]
+source = "digits"
+name = "long"
+[data.mixture.options]
+max_images = 12
+[[data.phases]]
+start_step = 0
+weights = { digits = 1 }
+[[data.phases]]
+start_step = 30
+weights = { digits = 1, long = 3 }
+"""
+
+
+def test_a_run_draws_the_phases_of_its_recipe():
+    loader = resolve(parse_recipe(RECIPE)).loader()
+    before, after = ([loader.source.counts(loader.indices(k)) for k in steps] for steps in (range(30), range(30, 158)))
+    assert all(counts == {"digits": 8, "long": 0} for counts in before)
+    assert sum(counts["long"] for counts in after) == 3 * 1024 // 4
+
+
+@pytest.mark.parametrize("order", ["tokens", "llm", "given"])
+def test_a_curriculum_takes_samples_by_rising_length(order):
+    text = RECIPE[: RECIPE.index("[[data")] + f'[data]\norder = "{order}"\n'
+    text += 'source = "synthetic"\noptions = { length = 5000, max_images = 0 }'
+    resolved = resolve(parse_recipe(text))
+    loader = resolved.loader()
+    indices = [i for step in range(625) for i in loader.indices(step)]
+    assert sorted(indices) == list(range(5000))
+    tokens = [loader.drawn([i]).metas.tokens[0] for i in indices[::50]]
+    assert (tokens == sorted(tokens)) is (order != "given")
+    assert (indices == sorted(indices)) is (order == "given")
+    loader.step = 3
+    with pytest.raises(RecipeError, match=r"shuffle|data\.order"):
+        resolve(parse_recipe(text.replace(order, "shuffled"))).loader().load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("digits = 1, long = 3", "digits = 1, lnog = 3", r"data\.phases\[1\]\.weights\.lnog: .*did you mean 'long'"),
+        ("digits = 1, long = 3", "digits = 0", r"data\.phases\[1\]\.weights = .*must sum to more than 0"),
+        (
+            "digits = 1, long = 3",
+            "digits = -1, long = 3",
+            r"data\.phases\[1\]\.weights\.digits = -1: .*greater than or",
+        ),
+        (
+            "start_step = 30",
+            "start_step = 0",
+            r"data\.phases\[1\]\.start_step = 0: the phase before begins at 0",
+        ),
+        ("start_step = 0", "start_step = 5", r"data\.phases\[0\]\.start_step = 5: the first phase begins at step 0"),
+        (
+            'name = "long"',
+            'name = "long"\nweight = 2',
+            r"data\.mixture\[1\]\.weight = 2\.0: data\.phases say",
+        ),
+        (
+            "[training]",
+            '[data]\norder = "tokens"\n[training]',
+            r"data\.order = 'tokens': valid beside data",
+        ),
+    ],
+)
+def test_bad_phases_are_refused_with_the_key(tmp_path, capsys, old, new, said):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace(old, new))
+    assert main(["check", str(path)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_phases_need_a_mixture_and_an_order_is_known():
+    text = RECIPE[: RECIPE.index("[[data.m")] + RECIPE[RECIPE.index("[[data.phases") :]
+    with pytest.raises(RecipeError, match=r"data\.phases: they are shares of the sources of \[\[data\.mixture\]\]"):
+        parse_recipe(text)
+    with pytest.raises(RecipeError, match=r"data\.order = 'longest': valid are shuffled, given, tokens, llm"):
+        parse_recipe(RECIPE[: RECIPE.index("[[data")] + '[data]\norder = "longest"')

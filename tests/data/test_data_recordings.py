@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetmesh.data.conversations import ConversationsSource
-from hetmesh.data.expand import expand, expand_tokens
+from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.data.media_reader import RecordingProcessor
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.audio_calls import Frames, PaddedFrames
@@ -93,7 +93,7 @@ def test_they_are_those_of_transformers_own_processor(tmp_path, monkeypatch, mod
 
     source = source_of(tmp_path)
     meta, sample = source.meta(0), source.load(0)
-    expanded = expand(meta, {"audio": call.units}).meta
+    expanded = Expander({"audio": call.units})(meta).meta
     tokens = expand_tokens(sample, meta, expanded, source.placeholders).tokens
     assert tokens.tolist() == theirs["input_ids"][0].tolist()
     ours = call.arguments(call.collate(sample.media["audio"], [item.size for item in meta.media]))

@@ -18,7 +18,7 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
-from hetmesh.parallel import parallelize, reduce_gradients
+from hetmesh.parallel import Reduction, parallelize
 from hetmesh.testing.precision import exact_dtypes
 
 MEDIA, VOCAB = 1, 23
@@ -198,7 +198,7 @@ def tensor_parallel_errors(rank: int, pair: str) -> tuple[float, float]:
         losses.append(loss.item())
     worst = 0.0
     for each in parallel:
-        reduce_gradients(each)
+        Reduction(each)()()
     for name, module in reference.items():
         whole = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
         for (fqn, p), (other, q) in zip(module.named_parameters(), modules[name].named_parameters(), strict=True):

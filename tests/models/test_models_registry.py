@@ -137,6 +137,9 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
     assert adapters["drawing"].media == "stroke"
 
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -189,6 +192,10 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
         ({"llm": Module("qwen3", {**LLM, "num_key_value_heads": 3})}, r"must divide num_attention_heads = 4, got 3"),
         ({"llm": Module("qwen3", {**LLM, "head_dim": 7})}, r"modules\.llm\.config: .*even rotary dim"),
         (
+            {"llm": Module("qwen3", {**LLM, "head_dim": 7, "rope_parameters": PARTIAL})},
+            r"modules\.llm\.config\.head_dim: must be even \(rotary positions\), got 7",
+        ),
+        (
             {"projector": Module("mlp", {"out_features": 9})},
             r"boundary projector->llm: 'projector' emits rows of width 9",
         ),
@@ -212,21 +219,6 @@ def test_two_encoders_and_one_encoder_with_two_consumers():
 def test_recipe_errors(change, message):
     with pytest.raises(RecipeError, match=message):
         make(**change)
-
-
-def test_boundary_errors():
-    chain = BoundarySpec("vision", "projector")
-    with pytest.raises(RecipeError, match=r"boundary projector->llm: `at` is missing"):
-        make(boundaries=[chain, BoundarySpec("projector", "llm")])
-    with pytest.raises(RecipeError, match="boundary vision->projector: at = 'image', but only an LLM has placeholders"):
-        make(boundaries=[BoundarySpec("vision", "projector", "image"), BoundarySpec("projector", "llm", "image")])
-    with pytest.raises(RecipeError, match="boundary projector->nobody: no module 'nobody'"):
-        make(boundaries=[BoundarySpec("projector", "nobody")])
-    both = [chain, BoundarySpec("projector", "llm", "image"), BoundarySpec("vision", "second")]
-    with pytest.raises(
-        RecipeError, match="boundary second->llm: rows of 'projector' replace the placeholder 'image' already"
-    ):
-        make(boundaries=[*both, BoundarySpec("second", "llm", "image")], second=Module("mlp"))
 
 
 def test_the_users_own_modules():

@@ -1,15 +1,12 @@
 """Cases of peers' own tests: on which positions rows land (Megatron-LM), what a pack is (Megatron-Bridge)."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from hetmesh.data.source import Sample
-from hetmesh.errors import RecipeError, SampleError
+from hetmesh.errors import SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.graph.topology import BoundarySpec
-from hetmesh.models import AdapterRequest, build_module, make_adapters
+from hetmesh.models import AdapterRequest, build_module
 from hetmesh.models.collate import collate_tokens
 from hetmesh.models.named.qwen3 import Qwen3Adapter
 from hetmesh.models.packing import pack_tokens
@@ -89,13 +86,6 @@ def test_counts_that_differ_and_a_modality_without_a_token_are_errors():
     adapter, _ = llm("image")
     with pytest.raises(SampleError, match="no placeholder 'image'"):
         adapter.collate([tokens], [meta], placeholders={"sound": 2})
-    with pytest.raises(RecipeError, match="`at` is missing"):
-        make_adapters(
-            {name: SimpleNamespace(model=name, config={}) for name in ("mlp", "qwen3")},
-            [BoundarySpec("mlp", "qwen3")],
-            {},
-            30,
-        )
 
 
 def packed(lengths, pad_id=0, token=9, axes=1):

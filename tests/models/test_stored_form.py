@@ -81,7 +81,7 @@ def test_forms_are_what_torch_makes_and_shares_are_read_once(case, data):
     count = 0
     for read in reads(form, share):
         found[read.target] = read.block.to_module(stored[read.block.stored][read.source])
-        count += read.numel
+        count += found[read.target].numel()
     assert torch.equal(found, expected)
     assert count == expected.numel()
 

@@ -189,6 +189,13 @@ def test_layers_that_only_a_blank_item_enters_have_no_gradient(pool4, parallelis
     parity.check(pool4, recipe("BlanksEnterMore", 8, parallelism), timeout=30)
 
 
+def test_samples_of_one_lane_pass_by_all_that_is_trained(pool4):
+    """Small images do not enter the last block, and nothing else of the encoder is trained."""
+    given = recipe("BySize", largest=8, many=4)
+    vision = given.modules["vision"].model_copy(update={"trainable": ("blocks.2",)})
+    parity.check(pool4, given.model_copy(update={"modules": {**given.modules, "vision": vision}}), timeout=30)
+
+
 @pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows", "SkipsBlanks", "Compiled"])
 def test_what_fsdp_cannot_shard_by_layers(pool4, model):
     parity.check(pool4, recipe(model), timeout=30)

@@ -17,16 +17,16 @@ from torch.nn.functional import cross_entropy
 
 from hetmesh.boundary import device_mesh
 from hetmesh.data.digits import DigitsSource
-from hetmesh.data.expand import expand, expand_tokens
+from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import build_module, make_adapters
 from hetmesh.parallel import (
+    Reduction,
     apply_tensor_parallel,
     gradient_axes,
     local_part,
     parallelize,
-    reduce_gradients,
 )
 from hetmesh.testing.precision import exact_dtypes
 
@@ -61,7 +61,7 @@ def samples(adapters, kinds: tuple[str, ...]):
         while source.kind(index) != kind:
             index += 1
         meta = source.meta(index)
-        expanded = expand(meta, {"image": adapters["vision"].item_rows}).meta
+        expanded = Expander({"image": adapters["vision"].item_rows})(meta).meta
         pairs.append((expand_tokens(source.load(index), meta, expanded, source.placeholders), expanded))
         index += 1
     return pairs
@@ -116,7 +116,7 @@ def parity(rank: int, dp: int, tp: int, kinds, llm, fault: str | None = None) ->
         if fault == "partial gradients not summed":
             each = replace(each, axes={n: replace(a, summed=without_tp(a.summed)) for n, a in each.axes.items()})
         if fault != "lanes not summed":
-            reduce_gradients(each)
+            Reduction(each)()()
     return float((loss - expected).abs() / expected), worst_error(modules, reference)
 
 
@@ -165,7 +165,7 @@ def frozen(rank: int):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for each in [parallelize(adapters[name], m, spec, mesh) for name, m in modules.items()]:
         if each.module is modules["llm"]:
-            reduce_gradients(each)
+            Reduction(each)()()
     run(adapters, modules, pairs)
     assert all(p.grad is None and not p.requires_grad for p in modules["llm"].parameters())
     del modules["llm"], reference["llm"]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hetmesh.data.chat import Chat
 from hetmesh.data.conversations import ConversationsSource
-from hetmesh.data.expand import expand, expand_tokens
+from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.errors import RecipeError
 from hetmesh.models.split.item_calls import AnyResolutionTiles
 from hetmesh.recipe.hf_families import PROCESSORS, PROMPTS
@@ -193,7 +193,7 @@ def test_prompts_have_as_many_tokens_for_tiles_as_transformers_own_processor(tmp
     source = ConversationsSource(**{**options_of(tmp_path), "path": str(tmp_path / "talks.jsonl")})
     for i, expected in enumerate(texts):
         meta = source.meta(i)
-        expanded = expand(meta, {"image": rows[name]}).meta
+        expanded = Expander({"image": rows[name]})(meta).meta
         tokens = expand_tokens(source.load(i), meta, expanded, source.placeholders).tokens
         assert tokens.tolist() == list(expected)
         assert all(item.rows > 17 for item in expanded.media) == (name == "InternVLProcessor" or i < 2)

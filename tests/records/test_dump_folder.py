@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.api import run_recipe
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records import dump_folder
@@ -18,7 +19,7 @@ from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.notices import StepNotices
-from hetmesh.training.trainer import Trainer, train
+from hetmesh.training.trainer import Trainer
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
 
@@ -42,7 +43,7 @@ def saved(folder, step, **summary):
 def test_the_same_command_again_takes_a_folder_of_its_own(tmp_path, capsys):
     folder, other = tmp_path / "digits", tmp_path / "digits-2"
     events = ("--metrics.enable_tensorboard", "true")
-    train(recipe(folder, *events))
+    run_recipe(recipe(folder, *events))
     left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert {path.name for path in left} >= {"metrics.jsonl", "summary.json", "recipe.json"}
     assert any("tfevents" in path.name for path in left)
@@ -50,7 +51,7 @@ def test_the_same_command_again_takes_a_folder_of_its_own(tmp_path, capsys):
     assert f"results are in {folder}: summary.json, metrics.jsonl, tensorboard/\n" in out
     assert "another run" not in out
 
-    train(recipe(folder, *events, "--optimizer.lr", "1e-4"))
+    run_recipe(recipe(folder, *events, "--optimizer.lr", "1e-4"))
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == left
     assert (other / "metrics.jsonl").read_text().count("grad_norm") == 2
     assert len(list((other / "tensorboard").iterdir())) == 1
@@ -222,7 +223,7 @@ def test_steps_below_the_checkpoint_are_refused(world, tmp_path):
 def test_a_finished_run_says_so_and_does_nothing(tmp_path, capsys):
     saved(tmp_path / "run", 2, steps=2, loss=1.5)
     enabled = recipe(tmp_path / "run", "--checkpoint.enable", "true")
-    assert train(enabled) == {"steps": 2, "loss": 1.5}
+    assert run_recipe(enabled) == {"steps": 2, "loss": 1.5}
     line, weights, *_ = capsys.readouterr().out.splitlines()
     assert weights == f"its weights are in {tmp_path / 'run' / 'checkpoint' / 'step-2'}"
     assert line.startswith(f"the run in {tmp_path / 'run'} is finished: step 2 of 2, results in ")

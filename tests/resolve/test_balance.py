@@ -56,6 +56,11 @@ RECIPES = Path(__file__).parents[2] / "recipes"
             {"policy": "lpt", "deferral": "true"},
             r"balance\.deferral: .*'lpt' defers nothing; auto, entrain, two_dim do",
         ),
+        ({"deferral": "maybe"}, r"balance\.deferral.* = 'maybe'"),
+        (
+            {"deferral": "false", "split_deferred_backward": "true"},
+            r"balance\.split_deferred_backward: nothing is deferred; it takes balance\.deferral = true or 'auto'",
+        ),
     ],
 )
 def test_check_refuses_what_cannot_be(keys, said):

@@ -21,7 +21,7 @@ def dense(mask: Mask) -> np.ndarray:
 def _sees(query: Segment, i: int, key: Segment, j: int) -> bool:
     if key.document == query.document and key.instance == query.instance:
         return query.rule is Rule.BIDIRECTIONAL or j <= i
-    if j > i or not key.seen or key.document > query.document:
+    if j > i or key.document > query.document:
         return False
     if key.document == query.document:
         return bool(query.sees & (Sees.TEXT if key.instance == TEXT else Sees.INSTANCES))

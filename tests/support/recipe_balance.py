@@ -19,6 +19,8 @@ def balance(draw: st.DrawFn, draft: Draft) -> None:
     table["policy"] = policy
     if policy in DEFERRING and sometimes(draw, 2):
         table["deferral"] = True
+        if sometimes(draw, 2):
+            table["split_deferred_backward"] = True
     free = policy != "none" and sometimes(draw)
     if free:
         table["microbatches"] = "free"

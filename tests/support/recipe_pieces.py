@@ -285,6 +285,21 @@ def seeds(draw: st.DrawFn, draft: Draft) -> None:
     draft.table("debug")["seed"] = draw(st.integers(0, 9))
 
 
+def sample_order(draw: st.DrawFn, draft: Draft) -> None:
+    """Samples in the source's order, by length, or of two sources whose shares change after the first step."""
+    data = draft.table("data")
+    if data["source"] == "digits" or sometimes(draw, 2):  # the plain loop over digits has its own loader
+        return
+    order = draw(st.sampled_from(["given", "tokens", SINK, "phases"]))
+    if order != "phases":
+        data["order"] = order
+        return
+    source, options = data.pop("source"), data.pop("options")
+    other = copy.deepcopy(options) | {"seed": options["seed"] + 100}
+    data["mixture"] = [{"source": source, "name": name, "options": o} for name, o in (("a", options), ("b", other))]
+    data["phases"] = [{"start_step": 0, "weights": {"a": 1.0}}, {"start_step": 1, "weights": {"a": 1.0, "b": 2.0}}]
+
+
 PIECES: tuple[Piece, ...] = (
     schedule,
     layouts,
@@ -305,6 +320,7 @@ PIECES: tuple[Piece, ...] = (
     expert_layout,
     runs,
     shares_of_encoders,
+    sample_order,
 )
 """In the order in which they are drawn: later ones read what earlier ones chose.
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Partial
 
 from hetmesh._torch_compat import StridedShard
 from hetmesh.layout import RowSplit, plan_transfer
+from hetmesh.layout.intervals import extent
 from hetmesh.testing import strategies
 
 PAIRS = strategies.layout_pairs(8)
@@ -56,7 +57,7 @@ CORNERS = {
     "rows that several keep": lambda p: any(_overlap(q) for q in p.dst.placements if isinstance(q, RowSplit)),
     "rows split further": lambda p: _has(p.src, RowSplit) and _stacked(p.src),
     "a source without some rows": lambda p: any(
-        isinstance(q, RowSplit) and sum(q.extents) < p.shape[q.dim] for q in p.src.placements
+        isinstance(q, RowSplit) and sum(map(extent, q.intervals)) < p.shape[q.dim] for q in p.src.placements
     ),
 }
 

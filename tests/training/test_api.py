@@ -32,7 +32,7 @@ def recipe(name, folder, *overrides):
 
 
 def outcome(losses, job):
-    full = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in job.named_parameters().items()}
+    full = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in job.root.named_parameters()}
     return Outcome(tuple(losses), {}, {name: p.detach().clone() for name, p in full.items()})
 
 

@@ -79,7 +79,7 @@ def gradients_that_come_and_go(rank, recipe, missing):
     """
     world, found = World.current(), []
     job = Job.assemble(resolve(recipe), world)
-    parameter = job.named_parameters().get("llm.model.norm.weight")
+    parameter = dict(job.root.named_parameters()).get("llm.model.norm.weight")
     reducers = job.runtime.reducers
     for stage in [stage for stage in reducers if stage.module == "llm"]:
         reducers[stage] = partial(without, reducers[stage], parameter, missing, rank, found)
@@ -111,7 +111,7 @@ def test_a_gradient_of_some_steps_is_in_the_norm_and_none_where_no_rank_has_it(p
 def gradients_of_a_run(rank, recipe, missing):
     """As above, of the runtime alone, which settles gradients itself where it is not told to leave it."""
     job, found = Job.assemble(resolve(recipe), World.current()), []
-    parameter = job.named_parameters().get("llm.model.norm.weight")
+    parameter = dict(job.root.named_parameters()).get("llm.model.norm.weight")
     reducers = job.runtime.reducers
     for stage in [stage for stage in reducers if stage.module == "llm"]:
         reducers[stage] = partial(without, reducers[stage], parameter, missing, rank, found)
@@ -141,7 +141,7 @@ def squares_with_a_bad_gradient(rank, recipe, name, where, value):
         parameter.grad = torch.ones_like(parameter)
         if key == name and rank == where:
             parameter.grad[0] = value
-    mine = counted(job.parallel.values(), rank, job.counted_elsewhere)
+    mine = job.counted
     others = [p for p in job.root.parameters() if all(p is not each for each in mine)]
     (squares,) = reduce_over_ranks([squared_norm(mine, others)], world)
     (without,) = reduce_over_ranks([squared_norm(mine)], world)

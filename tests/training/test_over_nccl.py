@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import hetmesh
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
 from hetmesh.testing.parity import run
-from hetmesh.training.trainer import train
 
 pytestmark = pytest.mark.slow
 
@@ -102,9 +102,9 @@ def trained(rank, name, folder, stops):
         return metrics.step == 2 and stops
 
     if "gloo" in folder:
-        return train(recipe, on_step=on_step)
+        return hetmesh.train(recipe, on_step=on_step)
     with emulated_world(EmulatedNccl(delay=0.002)) as world:
-        summary = train(recipe, on_step=on_step)
+        summary = hetmesh.train(recipe, on_step=on_step)
         assert world.backend.counts.timed_waits == 0
         return summary
 

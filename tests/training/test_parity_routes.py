@@ -75,12 +75,15 @@ def first_routes(recipe):
     return plan_batch(resolved.graph, [d.meta for d in drawn], recipe.batch.microbatch_size, options).routes
 
 
-def test_entrain_defers_and_equals_one_process(pool4):
+@pytest.mark.parametrize("split", ["", pytest.param("\nsplit_deferred_backward = true", id="split")])
+def test_entrain_defers_and_equals_one_process(pool4, split):
     text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
     text = text.format(policy="1f1b", batch=36, tied="false", key_heads=2, extra="", vision="", projector="", llm="")
-    tables = (table("vision", "0-1"), table("llm", "2-3", fsdp=2), '[balance]\npolicy = "entrain"\ndeferral = true')
-    given = parse_recipe("\n".join([text, *tables]))
-    assert first_routes(given).pairs
+    balance = f'[balance]\npolicy = "entrain"\ndeferral = true{split}'
+    given = parse_recipe("\n".join([text, table("vision", "0-1"), table("llm", "2-3", fsdp=2), balance]))
+    routes = first_routes(given)
+    assert routes.pairs
+    assert routes.count("vision") == routes.count("llm") * (2 if split else 1)
     check(pool4, given, [None])
 
 

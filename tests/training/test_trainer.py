@@ -12,6 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from hetmesh.api import run_recipe
 from hetmesh.boundary import World
 from hetmesh.cli import main
 from hetmesh.cli.check import checked
@@ -27,7 +28,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import Timeline
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.environment import choose_kernels
-from hetmesh.training.trainer import Trainer, train
+from hetmesh.training.trainer import Trainer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS = 5
@@ -123,7 +124,7 @@ def test_a_process_that_has_checked_a_recipe_does_not_resolve_it_again(world, tm
     recipe = small("digits_single", tmp_path, "--training.steps", "1")
     resolved, _ = checked(recipe)
     monkeypatch.setattr("hetmesh.training.trainer.resolve", None)
-    assert train(recipe, resolved)["steps"] == 1
+    assert run_recipe(recipe, resolved)["steps"] == 1
 
 
 def test_a_run_leaves_metrics_a_summary_events_and_readable_lines(world, tmp_path, capsys, monkeypatch):

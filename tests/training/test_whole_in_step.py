@@ -151,7 +151,7 @@ def second_gradients(rank, given, where):
         job.forward_backward()
     assert all(isinstance(p, DTensor) for p in job.parameters() if p.ndim)
     job.forward_backward()
-    return {name: local_gradient(p) for name, p in job.named_parameters().items()}
+    return {name: local_gradient(p) for name, p in job.root.named_parameters()}
 
 
 HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
@@ -197,7 +197,7 @@ def gradients_after(rank, given, evaluate=False):
     job.forward_backward()
     assert all(isinstance(p, DTensor) for p in job.parameters() if p.ndim)
     least = sum(received_of(p) for p in job.parallel["llm"].module.parameters() if isinstance(p, DTensor))
-    return {name: local_gradient(p) for name, p in job.named_parameters().items()}, gathered, least
+    return {name: local_gradient(p) for name, p in job.root.named_parameters()}, gathered, least
 
 
 def test_an_evaluation_gathers_once_and_leaves_shards(pool):

@@ -193,7 +193,8 @@ def oracle(recipe: Recipe, policy: Policy | None = None) -> str:
     """Which of `ORACLES` judges a recipe. What dropout draws depends on the microbatch."""
     if has_dropout(recipe):
         return DRAWN_ALIKE if draws_alike(recipe) and policy is None else REPEATED
-    plain = recipe.data.source == "digits" and all(module.lora is None for module in recipe.modules.values())
+    digits = recipe.data.source == "digits" and not recipe.data.mixture
+    plain = digits and all(module.lora is None for module in recipe.modules.values())
     return PLAIN if plain else ONE_PROCESS
 
 

@@ -31,13 +31,6 @@ Fetch = Literal["auto", "planned", "all_gather"]
 """How keys and values come: what each rank needs, everything, or the cheaper of the two."""
 
 
-def kernel_for(device: torch.device) -> Kernel:
-    """The kernel of a device: flex_attention where `FLEX` names it, as it does CUDA; elsewhere the CPU's."""
-    if device.type in FLEX:
-        return Kernel(flex_forward, flex_backward)
-    return Kernel(cpu_forward, cpu_backward)
-
-
 class ContextAttention:
     """Attention over one sequence: the mask, who keeps which rows, and how to reach them. One per microbatch.
 
@@ -165,7 +158,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         plan = state.plan(window)
         terms = Terms(plan.masks, scale, len(q) // len(k))
-        kernel = kernel_for(q.device)
+        kernel = Kernel(flex_forward, flex_backward) if q.device.type in FLEX else Kernel(cpu_forward, cpu_backward)
         folded, kv = fold(q, len(k)), _stacked(k, v)
         running = Running.zeros(folded)
         for _, buffer, work in state.stream(plan, kv, "forward"):

@@ -2,7 +2,7 @@
 
 Entrain (arXiv 2605.27918): microbatches with more than the median of LLM work are overloaded, the others underloaded.
 Each overloaded one gets an underloaded partner that comes right after it, and hands it the samples whose work is
-nearest to half the difference (subset sum); bottleneck matching chooses the partners.
+nearest to half the difference (subset sum, over all its samples); bottleneck matching chooses the partners.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def _perfect(cost: np.ndarray, limit: float) -> list[int] | None:
     return out
 
 
-MAX_MOVABLE_SAMPLES = 8  # of one microbatch, among which a subset is sought (256 sums): its heaviest and lightest
-FORBIDDEN_LOAD = 1 << 55  # that no microbatch has; times MAX_MOVABLE_SAMPLES it is still a whole number of 64 bits
+SUMS = 256
+"""Intervals of sums of work, of each of which one is known: a handover is found within about 1/256 of the difference
+between two microbatches, and exactly where that is below 256 units."""
+FORBIDDEN_LOAD = 1 << 62  # that no microbatch has
 
 
 @dataclass(frozen=True)
@@ -99,38 +101,73 @@ def defer(
     alone = heaviest[half : len(members) - half].tolist()
     if not half:
         return Pairing(tuple(alone), ())
-    movable = [_movable(members[o], work) for o in over.tolist()]
-    width = max(map(len, movable))
-    table = np.array([samples + [-1] * (width - len(samples)) for samples in movable], np.int64).reshape(half, width)
-    real = table >= 0
-    sums = _subset_sums(np.where(real, work[table], 0))
-    after = np.maximum(loads[over][:, None, None] - sums[:, None], loads[under][None, :, None] + sums[:, None])
+    heavy = [[i for i in members[o] if work[i]] for o in over.tolist()]
+    width = max(map(len, heavy))
+    table = np.array([samples + [-1] * (width - len(samples)) for samples in heavy], np.int64).reshape(half, width)
+    weights = np.ones_like(work) if tokens is None or cap is None else tokens
+    known = _handovers(table, work, weights, loads[over] - loads[under].min())
+    after = np.maximum(loads[over][:, None, None] - known.work, loads[under][None, :, None] + known.work)
+    fits = known.work >= 0
     if tokens is not None and cap is not None:
         held = np.array([int(tokens[list(members[u])].sum()) for u in under.tolist()])
-        moved = _subset_sums(np.where(real, tokens[table], 0))
-        fits = (held[None, :, None] + moved[:, None] <= cap) | (moved == 0)[:, None]
-        after = np.where(fits, after, FORBIDDEN_LOAD)
-    # Of equally good handovers the one that moves fewest samples.
-    best = (after * (MAX_MOVABLE_SAMPLES + 1) + _subset_sums(real.astype(np.int64))[:, None]).argmin(2)
+        fits = fits & ((held[None, :, None] + known.weight <= cap) | (known.work == 0))
+    after = np.where(fits, after, FORBIDDEN_LOAD)
+    best = after.argmin(2)  # of equally good handovers the one that moves least work
     partner = bottleneck_matching(np.take_along_axis(after, best[..., None], 2)[..., 0])
     order, deferred = [], []
     for i, o in enumerate(over.tolist()):
         order += [o, int(under[partner[i]])]
-        bits = int(best[i, partner[i]])
-        deferred += [sample for place, sample in enumerate(movable[i]) if bits >> place & 1]
+        deferred += known.samples(i, int(best[i, partner[i]]))
     return Pairing((*order, *alone), tuple(deferred))
 
 
-def _movable(members: Sequence[int], work: np.ndarray) -> list[int]:
-    heavy = sorted((i for i in members if work[i]), key=lambda i: (-int(work[i]), i))
-    half = MAX_MOVABLE_SAMPLES // 2
-    return heavy if len(heavy) <= MAX_MOVABLE_SAMPLES else heavy[:half] + heavy[-half:]
+@dataclass(frozen=True, eq=False)
+class _Handovers:
+    """Subsets of the samples of some microbatches.
+
+    Attributes:
+        table: the samples of each, int64 `[microbatches, samples]`, -1 where there are fewer.
+        work, weight: of the subset that is known of each interval of sums, int64 `[microbatches, 1, SUMS]`; -1: none.
+        parents: per sample, from which interval it has led to which, int16 `[microbatches, SUMS]`; -1: it has not.
+    """
+
+    table: np.ndarray
+    work: np.ndarray
+    weight: np.ndarray
+    parents: list[np.ndarray]
+
+    def samples(self, row: int, interval: int) -> list[int]:
+        """The subset that is known."""
+        found = []
+        for place in reversed(range(len(self.parents))):
+            if (parent := int(self.parents[place][row, interval])) >= 0:
+                found.append(int(self.table[row, place]))
+                interval = parent
+        return found
 
 
-def _subset_sums(values: np.ndarray) -> np.ndarray:
-    """The sum of each subset of each row of `values` `[rows, n]`, `[rows, 2**n]`; bit i of its index says whether value
-    i is in it."""
-    sums = np.zeros((len(values), 1), np.int64)
-    for i in range(values.shape[1]):
-        sums = np.concatenate([sums, sums + values[:, i : i + 1]], 1)
-    return sums
+def _handovers(table: np.ndarray, work: np.ndarray, weights: np.ndarray, most: np.ndarray) -> _Handovers:
+    """Subsets of each row of samples by their sums of work up to `most`: dynamic programming, sample by sample, over
+    `SUMS` intervals, of each of which the subset with least weight is kept, with its exact sum."""
+    shape = len(table), SUMS
+    unit = np.maximum(most, 0) // SUMS + 1
+    sums, weight = np.full(len(table) * SUMS, -1, np.int64), np.full(len(table) * SUMS, FORBIDDEN_LOAD, np.int64)
+    sums[::SUMS] = weight[::SUMS] = 0
+    parents = []
+    for samples in table.T:
+        here = samples >= 0
+        known = np.flatnonzero((sums >= 0).reshape(shape) & here[:, None])
+        row = known // SUMS
+        total = sums[known] + work[samples][row]
+        inside = total <= most[row]
+        known, row, total = known[inside], row[inside], total[inside]
+        target = row * SUMS + total // unit[row]
+        held = weight[known] + weights[samples][row]
+        better = held < weight[target]
+        known, target = known[better], target[better]
+        # Neighbouring intervals may lead to the same one: the last counts.
+        sums[target], weight[target] = total[better], held[better]
+        parent = np.full(len(sums), -1, np.int16)
+        parent[target] = known % SUMS
+        parents.append(parent.reshape(shape))
+    return _Handovers(table, sums.reshape(shape)[:, None], weight.reshape(shape)[:, None], parents)

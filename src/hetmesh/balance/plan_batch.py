@@ -39,6 +39,7 @@ class BalanceOptions:
             has all lanes take part in each.
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
+        split_deferred: whether what is deferred of an encoder's microbatch is one of its own (`split_deferred`).
         equal_counts: whether every lane and microbatch has as many samples as every other.
         score: what `auto` chooses by (`assign`); None: `pipeline_score`, with
         lengths: what steps take (`Slots`).
@@ -50,6 +51,7 @@ class BalanceOptions:
     microbatch_sizes: Mapping[str, int] = field(default_factory=dict)
     free: bool = False
     deferral: bool = False
+    split_deferred: bool = False
     equal_counts: bool = False
     microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     score: Score | None = None
@@ -204,7 +206,21 @@ def plan_batch(
     found = assign(loads, slots, policy, score=balance.score)
     if balance.microbatch_shares:
         found = check(loads, slots, share_microbatches(graph, loads.modules, found, balance.microbatch_shares))
+    if balance.split_deferred:
+        found = split_deferred(found)
     return batch_plan_of(graph, samples, found)
+
+
+def split_deferred(assignment: Assignment) -> Assignment:
+    """`assignment`, where every microbatch of the modules before the last becomes two, what the last module takes in
+    its turn and what it takes one later: each is a graph of autograd with a backward of its own, as soon as its
+    gradients are there (Entrain's split backward). Where nothing is deferred, it stays as it is."""
+    if not assignment.deferred.any():
+        return assignment
+    microbatch = assignment.microbatch.copy()
+    microbatch[:, :-1] = 2 * microbatch[:, :-1] + assignment.deferred[:, None]
+    counts = (*(2 * count for count in assignment.microbatches[:-1]), assignment.microbatches[-1])
+    return replace(assignment, microbatches=counts, microbatch=microbatch)
 
 
 def largest_batches(graph: ModuleGraph, samples: MetaArrays, size: int) -> list[MetaArrays]:

@@ -5,18 +5,3 @@ from hetmesh.boundary.log import CommunicationLog, Label, Message
 from hetmesh.boundary.plan_exchange import Exchange
 from hetmesh.boundary.redistribute import abandon, backward, redistribute
 from hetmesh.boundary.world import World, device_mesh, init
-
-__all__ = [
-    "Backend",
-    "CommunicationLog",
-    "Exchange",
-    "Label",
-    "Message",
-    "Nccl",
-    "World",
-    "abandon",
-    "backward",
-    "device_mesh",
-    "init",
-    "redistribute",
-]

@@ -24,7 +24,6 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any, /) -> None:
         """What is queued from here on begins when `event` has been reached."""
-        ...
 
 
 class Event(Protocol):
@@ -32,15 +31,12 @@ class Event(Protocol):
 
     def record(self) -> object:
         """Put it at the end of the current queue."""
-        ...
 
     def synchronize(self) -> None:
         """Let the host wait until it is reached."""
-        ...
 
     def elapsed_time(self, other: Any, /) -> float:
         """Milliseconds from here to `other`; both must have been reached."""
-        ...
 
 
 class _Now:

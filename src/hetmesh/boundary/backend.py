@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -102,7 +101,7 @@ class Backend:
 
     def wait(self, work: Handle, timeout: float) -> None:
         """Wait for one work, for at most `timeout` seconds."""
-        work.wait(_seconds(timeout))
+        work.wait(timedelta(seconds=timeout))
 
     def step(self) -> AbstractContextManager[object]:
         """Surrounds what a rank does in one step: after it nothing is in flight, and everything was waited for."""
@@ -155,8 +154,3 @@ def _everyone() -> dist.ProcessGroup:
     if group is None:
         raise BoundaryError("the World of this process is closed: nothing can be sent any more")
     return group
-
-
-@lru_cache(maxsize=16)
-def _seconds(timeout: float) -> timedelta:
-    return timedelta(seconds=timeout)

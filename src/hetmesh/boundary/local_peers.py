@@ -66,11 +66,8 @@ class Mailbox:
     """A pipe for headers to this process, which others open by its path. Headers are kept until they are asked for;
     those of one sender with one tag keep their order.
 
-    A pipe wakes the thread that waits for it, and no other. A message of gloo wakes a thread on each side besides, and
-    asks first whether it is expected: that costs several times as much as copying a message of 24 KB.
-
-    Attributes:
-        handle: for others.
+    A pipe wakes only the thread that waits for it. A message of gloo wakes a thread on each side besides, which costs
+    several times as much as copying 24 KB. `handle` tells others how to reach the mailbox.
 
     Raises:
         OSError: this system has nothing of the kind, or no file descriptor is left.

@@ -1,7 +1,7 @@
 """What `hetmesh.backward` has yet to run: the boundaries crossed so far, in one chain that a token threads.
 
-Mistakes this prevents: a backward that was forgotten, or run by `loss.backward()`, would send gradients of one step
-into the next, or hang. So what is pending is named: at the next `redistribute`, at `World.close`, and in timeouts.
+A backward that was forgotten, or run by `loss.backward()`, would send gradients of one step into the next, or hang. So
+what is pending is named: at the next `redistribute`, at `World.close`, and in timeouts.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The process groups of a job, as a pure function of its graph: those that axes, edges and tied weights need, no more.
 
-A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Messages between two
-ranks need no separate group on gloo, which has tags: they travel on the group of all ranks.
-
-Channels are the groups of messages on backends that match messages by order. One communicator is one queue: whatever
-shares it waits for all that was posted before. So the fetches of each context-parallel group have a separate channel,
-and so has each edge, up to a number per rank.
+A group costs every rank a connection to its members and, on NCCL, device memory on each of them. Channels are the
+groups of messages on backends that match messages by order: whatever shares one waits for all that was posted before.
+On gloo, which has tags, messages travel on the group of all ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def job_groups(
         if tied(spec):
             groups |= dict.fromkeys(tied_pairs(spec))
     channels = job_channels(graph) if by_order else None
-    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link=link, channels=channels))
+    groups |= dict.fromkeys(edge_groups(stage_graph(graph), link, channels))
     groups[tuple(range(world_size))] = None  # losses, norms and metrics
     own = () if channels is None else (channel.ranks for channel in channels.all)
     return (*(ranks for ranks in groups if len(ranks) > 1), *own)
@@ -125,17 +122,15 @@ def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     return bool(first & last)
 
 
-def edge_groups(
-    stages: StageGraph, transport: str = "auto", link: str = "", channels: Channels | None = None
-) -> Iterator[Ranks]:
+def edge_groups(stages: StageGraph, link: str, channels: Channels | None) -> Iterator[Ranks]:
     """The groups that edges may need: those whose transfers may be carried by an all-to-all, and have no channel."""
-    if link == MEMORY and transport == "auto":
+    if link == MEMORY:
         return
     for edge in stages.edges:
         if channels is not None and edge in channels.of_edge:
             continue
         ranks = tuple(sorted({*stages.ranks_of(edge.source), *stages.ranks_of(edge.destination)}))
-        if may_use_all_to_all(len(ranks), transport):
+        if may_use_all_to_all(len(ranks)):
             yield ranks
 
 

@@ -291,6 +291,4 @@ def _complete(
             f"{label}: {', '.join(missing)} must be given on every rank unless all of them hold x as a DTensor; "
             f"rank {world.rank} holds {type(x).__name__}"
         )
-    if world.rank not in src.mesh and isinstance(x, DTensor):
-        x = None
     return src, tuple(int(s) for s in shape), dtype

@@ -87,9 +87,9 @@ def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
     return "all_to_all" if all(_prefers_all_to_all(step, backend) for step in plan.steps) else "p2p"
 
 
-def may_use_all_to_all(ranks: int, transport: str) -> bool:
+def may_use_all_to_all(ranks: int) -> bool:
     """Whether a transfer among this number of ranks may be an all-to-all, which needs a process group of them."""
-    return transport == "all_to_all" or (transport == "auto" and 1 < ranks <= _COUNT_LIMIT)
+    return 1 < ranks <= _COUNT_LIMIT
 
 
 def can_use_dtensor(src: Layout, dst: Layout, shape: tuple[int, ...], backend: str) -> bool:

@@ -54,11 +54,9 @@ class Handle(Protocol):
 
     def wait(self, timeout: timedelta = ..., /) -> object:
         """Wait for it. Raises RuntimeError where that takes longer, or the other end is gone."""
-        ...
 
     def is_completed(self) -> bool:
         """Whether it is over, without waiting."""
-        ...
 
 
 class Watchdog:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
 from hetmesh.errors import BoundaryError, BoundaryTimeout, LaunchError, LayoutError
 from hetmesh.layout import Layout, MeshSpec
+
+T = TypeVar("T")
 
 _MAX_CLOSING_S = 30.0  # that a rank which is done waits for others on its host to read what it sent
 
@@ -200,17 +202,14 @@ class World:
         return self._meshes[spec]
 
     @contextlib.contextmanager
-    def waiting(self, what: object, whom: str = "the other ranks", *, timeout: float | None = None) -> Iterator[None]:
+    def waiting(self, what: object, whom: str = "the other ranks") -> Iterator[None]:
         """Watch the body, a wait for `whom`, and say what was waited for if it lasts too long.
-
-        Args:
-            timeout: seconds for the watchdog, where they are more than those of any single wait.
 
         Raises:
             BoundaryTimeout: the backend gave up.
         """
         try:
-            watched = self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}", timeout)
+            watched = self.watchdog.watching(f"{what}: rank {self.rank}, waiting for {whom}")
             with watched, timed_collective():
                 yield
         except RuntimeError as error:
@@ -388,3 +387,11 @@ def gather_over_ranks(values: list[float], world: World, more: Tensor | None = N
     with world.waiting("metrics of all ranks"):
         dist.all_reduce(table, group=world.group(range(world.size)))
         return table.cpu()
+
+
+def gather_objects(value: T, world: World, what: str = "") -> list[T]:
+    """`value` of every rank. Collective over all ranks of the job. `what` they wait for; empty: the caller watches."""
+    values: list[Any] = [None] * world.size
+    with world.waiting(what) if what else contextlib.nullcontext():
+        dist.all_gather_object(values, value, group=world.group(range(world.size)))
+    return values

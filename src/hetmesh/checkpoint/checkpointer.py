@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.boundary import World
-from hetmesh.boundary.world import reduce_over_ranks
+from hetmesh.boundary.world import gather_objects, reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, check_fit, module_of, optional
-from hetmesh.checkpoint.reading import gathered, read_index, read_into
+from hetmesh.checkpoint.reading import read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run
 from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
@@ -288,7 +288,7 @@ class Checkpointer:
 
     def _first_text(self, text: str) -> str:
         """The first rank's text that is not empty, on every rank."""
-        return next(filter(None, gathered(self.world, text)), "")
+        return next(filter(None, gather_objects(text, self.world)), "")
 
     def _abandon(self, partial: Path | None, error: str) -> NoReturn:
         """Remove the files of a failed save, and raise `error` on every rank, with what to do. Collective."""

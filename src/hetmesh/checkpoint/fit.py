@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from hetmesh.boundary import World
-from hetmesh.checkpoint.reading import first_of, gathered
+from hetmesh.boundary.world import gather_objects
+from hetmesh.checkpoint.reading import first_of
 from hetmesh.checkpoint.resume import RunState
-from hetmesh.data.position import CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS
+from hetmesh.data.position import CHECKSUMS, ORDER, PART_CHECKSUMS, PART_LENGTHS
 from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
 from hetmesh.models.weights.lora import ADAPTER, base_name, is_adapter
@@ -30,7 +31,7 @@ _N_NAMES = 8  # in one message
 def check_fit(world: World, path: Path, state: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Compare what this rank wants to read with what the checkpoint at `path` holds. Collective. Raises RecipeError:
     they differ on some rank; the same on all, before anything is read."""
-    by_rank = gathered(world, (set(state), differences(state, saved)), f"comparing {path} with the recipe")
+    by_rank = gather_objects((set(state), differences(state, saved)), world, f"comparing {path} with the recipe")
     keys = set().union(*(names for names, _ in by_rank))
     expected, there = _modules(keys), _modules(saved)
     if expected != there:
@@ -48,7 +49,7 @@ def optional(key: str, saved: Iterable[str]) -> bool:
     """Whether a checkpoint may lack `key`: the random state of a rank that did not exist; the recipe and the samples
     looked at, which older ones do not hold; the optimizer's state of a parameter that never had a gradient (and none
     must be made up, for it would begin with another step count)."""
-    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS)
+    newer = ("run", CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS, ORDER)
     if key.startswith("random.") or key in [f"extra.{name}" for name in newer]:
         return True
     prefix = "optimizer.state."

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hetmesh.boundary import World
+from hetmesh.boundary.world import gather_objects
 from hetmesh.checkpoint.fit import MODEL, Needs, left_out, module_of, unused, verdict
-from hetmesh.checkpoint.reading import first_of, gathered, read_into
+from hetmesh.checkpoint.reading import first_of, read_into
 from hetmesh.checkpoint.resume import RunState, read_run
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import RecipeError
@@ -45,7 +46,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     check_complete(path, KEY)
     index, run = read_run(world, path)
     needs = Needs.of(root, exclude, index.saved, run.references)
-    ranks = gathered(world, replace(needs, state={}), f"comparing {path} with the recipe")
+    ranks = gather_objects(replace(needs, state={}), world, f"comparing {path} with the recipe")
     for note in _notes(path, ranks, exclude, index.saved, run):
         if world.rank == 0:
             print(note, flush=True)
@@ -53,7 +54,7 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     copies = _second_names(state)
     read_into(world, path, state | {second: copy for _, second, copy in copies}, index)
     apart = [_untied(first, second) for first, second, copy in copies if not _equal(state[first], copy)]
-    by_rank = gathered(world, apart, f"weights of {path} with two names")
+    by_rank = gather_objects(apart, world, f"weights of {path} with two names")
     _refuse(path, [*dict.fromkeys(text for texts in by_rank for text in texts)])
 
 

@@ -3,7 +3,6 @@ byte with its checksum on the way. An error on one rank is raised on all."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 import os
@@ -11,27 +10,26 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from hetmesh._processes import no_garbage_collection
 from hetmesh.boundary import World
-from hetmesh.checkpoint.save_plan import is_plain
+from hetmesh.boundary.world import gather_objects
+from hetmesh.checkpoint.save_plan import is_plain, uneven_parts
 from hetmesh.errors import CheckpointError
 from hetmesh.files import open_file
 from hetmesh.records import checksums
 from hetmesh.records.checksums import SavedPart
-
-T = TypeVar("T")
 
 _MIN_BYTES_IN_PLACE = 1 << 16  # of a smaller part, a copy costs less than another read
 _HEADER_BYTES = 1 << 12  # that hold the header of torch.save, some 500 bytes
@@ -109,12 +107,23 @@ def read_alone(path: Path, state: dict[str, Any], index: Index, rank: str = "") 
 
 
 class Planner(DefaultLoadPlanner):
-    """DCP's, which unpickles plain values only (DCP's runs whatever code they name), and equal ones once: options of
-    optimizers are thousands, nearly all alike."""
+    """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`). It unpickles plain values only (DCP's
+    runs whatever code they name), and equal ones once: options of optimizers are thousands, nearly all alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self._known: dict[bytes, Any] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads."""
+        plan, held, metadata = super().create_local_plan(), uneven_parts(self.state_dict), self.metadata
+        items = [item for item in plan.items if item.dest_index.fqn not in held]
+        if metadata is not None:
+            for name, part in held.items():
+                saved = metadata.state_dict_metadata[name]
+                if all(part.sizes) and isinstance(saved, TensorStorageMetadata):
+                    items += create_read_items_for_chunk_list(name, saved, [part])
+        return replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value that is no tensor into its place."""
@@ -276,14 +285,6 @@ def _start(content: bytearray, length: int) -> int | None:
     return start if signature == b"PK\x03\x04" and name_length == len(_RECORD) else None
 
 
-def gathered(world: World, value: T, doing: str = "") -> list[T]:
-    """`value` of every rank. Collective; `doing` is what a rank waits for, in words."""
-    values: list[Any] = [None] * world.size
-    with world.waiting(doing) if doing else contextlib.nullcontext():
-        dist.all_gather_object(values, value, group=world.group(range(world.size)))
-    return values
-
-
 def first_of(errors: Sequence[str], shown: int) -> str:
     """The first `shown` of `errors`, and how many more there are."""
     return "; ".join(errors[:shown]) + (f" (and {len(errors) - shown} more)" if len(errors) > shown else "")
@@ -291,7 +292,7 @@ def first_of(errors: Sequence[str], shown: int) -> str:
 
 def _raise_first(world: World, path: Path, errors: list[str]) -> None:
     """The first error that any rank has, as one error on every rank; how many more there are."""
-    by_rank = gathered(world, errors, f"verifying {path}")
+    by_rank = gather_objects(errors, world, f"verifying {path}")
     texts = list(dict.fromkeys(text for texts in by_rank for text in texts))
     if texts:
         raise CheckpointError(first_of(texts, 1))

@@ -26,7 +26,7 @@ from hetmesh.resolve.directories import References
 FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
 """Tables that do not affect what is trained; their changes are not reported."""
 
-REFUSED = frozenset({"data.source", "data.mixture", "training.dtype", "debug.seed"})
+REFUSED = frozenset({"data.source", "data.mixture", "data.order", "training.dtype", "debug.seed"})
 """Keys whose change gives the saved state or position another meaning."""
 
 RUN = "extra.run"
@@ -37,6 +37,9 @@ ADVICE = f"restore it, or {ELSE}"
 
 UNTRAINED = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"})
 """Keys of a config.json that do not affect the trained model."""
+
+LAYOUT = ("parallelism.", "balance.", "training.local_batch_size", "training.global_batch_size")
+"""What keys begin with on which it depends what deferral saves."""
 
 _N_CHANGES = 8  # that a message names
 
@@ -75,6 +78,7 @@ class RunState:
         experts: placement of experts (`ExpertPlacement.state`).
         configs: of the directories that modules come from.
         profile: `Profile.digest` of what balancers and cuts went by; empty: FLOPs.
+        deferral: whether samples were deferred, and why (`DeferralChoice`).
     """
 
     recipe: Mapping[str, Any] | None = None
@@ -88,6 +92,7 @@ class RunState:
     experts: Mapping[str, Any] = field(default_factory=dict)
     configs: Configs = field(default_factory=dict)
     profile: str = ""
+    deferral: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> RunState:

@@ -4,21 +4,24 @@ copies in host memory that stays from save to save, so that training can go on."
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator, Event
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.errors import CheckpointError
+from hetmesh.layout.placements import sharded_dim
+from hetmesh.models.weights.fill_module import local_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +50,7 @@ class SavePlans:
     def share(self, state: dict[str, Any]) -> list[SavedEntry]:
         """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective. Raises
         CheckpointError: what the ranks have does not fit together; on every rank."""
-        planner = DefaultSavePlanner()
+        planner = SavePlanner()
         planner.set_up_planner(state, is_coordinator=self._world.rank == 0)
         saved = {name: _kind(value) for name, value in planner.state_dict.items()}
         if reduce_over_ranks([float(saved != self._saved)], self._world)[0]:
@@ -75,6 +78,43 @@ class SavePlans:
             raise CheckpointError(f"what the ranks hold is no checkpoint: {indices}")
         self.made += 1
         return list(indices)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`)."""
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank has."""
+        plan, held = super().create_local_plan(), uneven_parts(self.state_dict)
+        items = []
+        for item in plan.items:
+            if (part := held.get(item.index.fqn)) is not None and item.tensor_data is not None:
+                if not all(part.sizes):
+                    continue
+                index = MetadataIndex(item.index.fqn, part.offsets)
+                item = replace(item, index=index, tensor_data=replace(item.tensor_data, chunk=part))
+            items.append(item)
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+
+def uneven_parts(state: Mapping[str, Any]) -> dict[str, ChunkStorageMetadata]:
+    """What this rank holds of the tensors for which DCP computes something else.
+
+    Where tensor parallelism and FSDP split the same dim, FSDP2 cuts what the former leaves to a rank. torch 2.13
+    computes sizes and offsets in the other order, with another result where parts are uneven: of 7 rows over TP 2 and
+    FSDP 3 a rank that holds none would write and read the last one, and the rank that holds it nothing.
+    """
+    found = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+            dims = [sharded_dim(placement) for placement in tensor.placements]
+            split = {dim for dim in dims if dim is not None and dims.count(dim) > 1}
+            if any(tensor.shape[dim] % tensor.device_mesh.size() for dim in split):
+                local, regions = local_share(tensor)
+                offsets = [held[0][0] if held else size for held, size in zip(regions, tensor.shape, strict=True)]
+                found[name] = ChunkStorageMetadata(torch.Size(offsets), local.shape)
+    return found
 
 
 def _kind(value: Any) -> Any:

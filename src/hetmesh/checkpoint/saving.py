@@ -1,8 +1,6 @@
 """A save beside training: each rank writes its own file, and rank 0 names the checkpoint when all have.
 
-Ranks do not communicate meanwhile: they record what they have written in the folder, which they share anyway. So
-training's collectives stay the only ones, and a checkpoint whose bytes are all written gets its name even where
-training has ended in an error.
+Ranks do not communicate meanwhile: they record what they have written in the folder, which they share anyway.
 """
 
 from __future__ import annotations

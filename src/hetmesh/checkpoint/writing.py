@@ -96,10 +96,9 @@ def frozen_names(root: nn.Module) -> set[str]:
 class FrozenFile:
     """A rank's file of what does not change from one checkpoint of a run to the next.
 
-    A hard link makes it part of each, so that every folder is complete, may be copied or deleted by itself, and the
-    bytes are on the disk once. A file system without links gets a copy in each. Values that have changed all the same
-    (a moving average, a codebook) are written again: their fingerprint shows it, since torch counts no changes of
-    DTensors nor through `.data`.
+    A hard link makes it part of each, so that every folder is complete and the bytes are on the disk once. A file
+    system without links gets a copy in each. Values that have changed all the same (a moving average, a codebook) are
+    written again: their fingerprint shows it.
     """
 
     def __init__(self) -> None:

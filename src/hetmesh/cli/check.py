@@ -76,7 +76,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
             notes += check_initial_weights(resolved)
     if resolved is not None and files:
         with refusals.collect():
-            notes += check_media_files(recipe, resolved.source, in_order_of_training(recipe, resolved.source))
+            notes += check_media_files(recipe, resolved.source, in_order_of_training(resolved))
     if held_out is not None and files:
         with refusals.collect():
             count = recipe.validation.samples or len(held_out)

@@ -24,7 +24,6 @@ def text_with_instances(
     instances: Sequence[tuple[int, int]],
     *,
     instances_see: Sees = Sees.NOTHING,
-    text_sees: Sees = Sees.INSTANCES,
     shared: bool = False,
 ) -> Mask:
     """One document: causal text with bidirectional instances in it.
@@ -33,7 +32,6 @@ def text_with_instances(
         length: tokens, instances included.
         instances: `[start, stop)` of each image or recording, ascending and disjoint.
         instances_see: what instances see beside themselves; `Sees.TEXT` for the text that precedes them.
-        text_sees: what text sees beside the text before it.
         shared: all of them are one instance, as with one bit for all vision tokens.
 
     Raises:
@@ -43,11 +41,11 @@ def text_with_instances(
     at = 0
     for number, (start, stop) in enumerate(instances):
         if at < start:
-            segments.append(Segment(0, TEXT, at, start, Rule.CAUSAL, text_sees))
+            segments.append(Segment(0, TEXT, at, start, Rule.CAUSAL, Sees.INSTANCES))
         segments.append(Segment(0, 1 if shared else number + 1, start, stop, Rule.BIDIRECTIONAL, instances_see))
         at = stop
     if at < length:
-        segments.append(Segment(0, TEXT, at, length, Rule.CAUSAL, text_sees))
+        segments.append(Segment(0, TEXT, at, length, Rule.CAUSAL, Sees.INSTANCES))
     return Mask(tuple(segments), length)
 
 

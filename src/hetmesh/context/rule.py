@@ -3,8 +3,8 @@
 For a query at position i of segment Q and a key at position j of segment K:
 
 1. Own instance (same document, same instance): a bidirectional Q sees all of it, a causal Q sees j <= i.
-2. Anything else must lie before (j < i), in the same document or in one with a smaller number, must be `seen`, and
-   must be of a kind that Q `sees`: text or instances of its own document, text or instances of earlier documents.
+2. Anything else must lie before (j < i), in the same document or in one with a smaller number, and be of a kind that Q
+   `sees`: text or instances of its own document, text or instances of earlier documents.
 3. Positions in no segment are padding: they see nothing and nobody sees them.
 """
 
@@ -45,7 +45,6 @@ class Fields(NamedTuple):
     instance: np.ndarray
     rule: np.ndarray
     sees: np.ndarray
-    seen: np.ndarray
 
     def take(self, index: Any) -> Fields:
         """The fields of chosen segments."""
@@ -64,5 +63,5 @@ def reach(query: Fields, key: Fields) -> np.ndarray:
     same = query.document == key.document
     own = same & (query.instance == key.instance)
     kind = (key.instance != TEXT) + 2 * ~same  # the bit of Sees that asks for this kind of key
-    asked = ((query.sees >> kind) & 1).astype(bool) & key.seen & (key.document <= query.document)
+    asked = ((query.sees >> kind) & 1).astype(bool) & (key.document <= query.document)
     return np.where(own & (query.rule == Rule.BIDIRECTIONAL), ALWAYS, own | asked).astype(np.int8)

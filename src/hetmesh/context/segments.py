@@ -30,7 +30,6 @@ class Segment:
             several segments.
         rule: within the own instance.
         sees: of what else lies before.
-        seen: whether other instances see it, those that ask for its kind.
     """
 
     document: int
@@ -39,7 +38,6 @@ class Segment:
     stop: int
     rule: Rule
     sees: Sees
-    seen: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,24 +71,23 @@ class Mask(HashedOnce):
 
     @cached_property
     def _table(self) -> np.ndarray:
-        rows = [(s.document, s.instance, s.rule, s.sees, s.seen, s.start, s.stop) for s in self.segments]
-        return np.array(rows, np.int64).reshape(-1, 7).T
+        rows = [(s.document, s.instance, s.rule, s.sees, s.start, s.stop) for s in self.segments]
+        return np.array(rows, np.int64).reshape(-1, 6).T
 
     @cached_property
     def fields(self) -> Fields:
         """The segments' fields, by position."""
-        document, instance, rule, sees, seen = self._table[:5]
-        return Fields(document, instance, rule, sees, seen.astype(bool))
+        return Fields(*self._table[:4])
 
     @property
     def starts(self) -> np.ndarray:
         """First positions, int64, ascending."""
-        return self._table[5]
+        return self._table[4]
 
     @property
     def stops(self) -> np.ndarray:
         """Positions after the last."""
-        return self._table[6]
+        return self._table[5]
 
     @cached_property
     def sources(self) -> Sources:

@@ -51,13 +51,7 @@ POLICIES: dict[str, Policy] = {"balanced": balanced, "contiguous": contiguous, "
 
 
 def assign(
-    mask: Mask,
-    ranks: int,
-    *,
-    policy: str | Policy = "balanced",
-    block: int = 128,
-    tile: int = 32,
-    row_cost: float = 0.0,
+    mask: Mask, ranks: int, *, policy: str | Policy = "balanced", block: int = 128, tile: int = 32
 ) -> tuple[Intervals, ...]:
     """The tokens of each context-parallel rank, as ordered position intervals; together they are the sequence, once.
 
@@ -65,7 +59,6 @@ def assign(
         ranks: at least 1; some get nothing where there are fewer blocks than ranks.
         policy: a key of `POLICIES`, or a function such as `partial(balanced, token_cap=1.1)`.
         block: cuts lie on multiples of it: the query rows of a kernel's block. Without such a kernel 1 is exact.
-        row_cost: work of one row beside attention, in tiles.
 
     Raises:
         LayoutError: an unknown policy, or a number that is not positive.
@@ -76,12 +69,8 @@ def assign(
             f"({block}) at least 1"
         )
     edges = block_edges(mask.length, block)
-    tokens = np.diff(edges)
-    work = tile_counts(mask, edges, tile)
-    if row_cost:
-        work = work + np.rint(row_cost * tokens).astype(np.int64)  # sums of whole numbers are equal on every machine
     rule = POLICIES[policy] if isinstance(policy, str) else policy
-    return intervals_of(edges, rule(work, tokens, ranks), ranks)
+    return intervals_of(edges, rule(tile_counts(mask, edges, tile), np.diff(edges), ranks), ranks)
 
 
 def intervals_of(edges: np.ndarray, owner: np.ndarray, ranks: int) -> tuple[Intervals, ...]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -50,8 +51,7 @@ def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> F
     if not placeholders:
         return str
 
-    def parts(text: str) -> Any:
-        return parts_of(text, placeholders)
+    parts = partial(parts_of, placeholders=placeholders)
 
     def parts_with_media(text: str) -> Any:
         split = parts(text)
@@ -100,10 +100,7 @@ def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> lis
     """Kinds of media for which a template that takes parts writes nothing, so that texts hold the placeholder alone."""
     if form is not str:
         return []
-
-    def parts(text: str) -> Any:
-        return parts_of(text, placeholders)
-
+    parts = partial(parts_of, placeholders=placeholders)
     return [kind for kind, token in placeholders.items() if _written(render, parts, token) == ""]
 
 

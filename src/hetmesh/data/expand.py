@@ -178,18 +178,6 @@ class Expander:
         return rows
 
 
-def expand(
-    meta: SampleMeta,
-    item_rows: ItemRows,
-    *,
-    seq_len: int | None = None,
-    module_rows: ModuleRows | None = None,
-    position_ids: PositionIds | None = None,
-) -> Expansion:
-    """One sample, expanded by an `Expander` of these options."""
-    return Expander(item_rows, seq_len, module_rows, position_ids)(meta)
-
-
 def _counts_of_extents(metas: MetaArrays, counts: Mapping[str, RowCount | None]) -> np.ndarray:
     """Per media item the count of its kind for its extent, which is asked for once per extent; 0 where it is refused,
     or its kind has no count. int64 `[m]`."""

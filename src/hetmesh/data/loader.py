@@ -19,16 +19,14 @@ import torch
 from hetmesh.data.drawn import DrawnBatch, DrawnSample
 from hetmesh.data.expand import ExpandedArrays, Expander, expand_tokens
 from hetmesh.data.payloads import Payload, Payloads, SplitSources, Unreadable, Wanted
-from hetmesh.data.position import PositionIdentity
+from hetmesh.data.position import ELSEWHERE, ORDER, RESTORE, PositionIdentity
+from hetmesh.data.sample_order import EpochOrder, SampleOrder
 from hetmesh.data.source import Sample, Source, metas_of, wants
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MetaArrays, SampleMeta
 
 TRAIN, VALIDATION = "train", "validation"
 """The splits of a run."""
-
-_ROUNDS = 6  # of the Feistel network of `permuted`
-_MASK = (1 << 64) - 1
 
 
 class Loader:
@@ -38,6 +36,7 @@ class Loader:
         global_batch_size: samples per step.
         prepare: from a source's metadata to the expanded. None leaves samples as the source gives them.
         shuffle: False keeps the source's order in every epoch; else `seed` chooses the orders.
+        order: of the samples, where it is another one.
         payloads: where samples are loaded; None: in this process, when they are asked for.
         split: what `source` is called among the sources of `payloads`.
         skip: a sample whose metadata cannot be read is drawn as `DrawnSample.unreadable`, not an error.
@@ -54,6 +53,7 @@ class Loader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        order: SampleOrder | None = None,
         payloads: Payloads | None = None,
         split: str = TRAIN,
         skip: bool = False,
@@ -64,6 +64,7 @@ class Loader:
             raise RecipeError(f"[data] source: {type(source).__name__} is empty, need at least 1 sample")
         self.source, self.global_batch_size, self.prepare = source, global_batch_size, prepare
         self.seed, self.shuffle = seed, shuffle
+        self.order: SampleOrder = order or EpochOrder(len(source), seed, shuffle=shuffle)
         self.payloads = payloads or Payloads(SplitSources({split: lambda: source}))
         self.split, self.skip = split, skip
         self.step = 0
@@ -73,16 +74,7 @@ class Loader:
     def indices(self, step: int) -> tuple[int, ...]:
         """Source indices of the global batch at `step`, in order. Raises ValueError: `step` is before the one at which
         this run was resumed (or 0)."""
-        size = len(self.source)
-        indices: list[int] = []
-        first = self.place(step)
-        stop = first + self.global_batch_size
-        while first < stop:
-            epoch, offset = divmod(first, size)
-            positions = range(offset, min(offset + stop - first, size))
-            indices += permuted(positions, size, self.seed, epoch) if self.shuffle else positions
-            first += len(positions)
-        return tuple(indices)
+        return tuple(self.order.indices(self.place(step), self.global_batch_size))
 
     def place(self, step: int) -> int:
         """The place of the first sample of `step` in the stream of samples."""
@@ -177,58 +169,24 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, what it depends on, and a few samples by their checksums."""
-        return {"step": self.step, "sample": self.place(self.step), **self._identity.state()}
+        place = self.place(self.step)
+        return {"step": self.step, "sample": place, ORDER: self.order.until(place), **self._identity.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue where the loader that gave `state` was: the samples that come next are those that it would have
-        drawn, however many make a batch now. Returns and raises what `PositionIdentity.compare` does."""
+        drawn, however many make a batch now. Returns and raises what `PositionIdentity.compare` does, and RecipeError:
+        they came in another order."""
         repaired = self._identity.compare(state)
+        place, before = int(state["sample"]), state.get(ORDER, "")
+        if (now := self.order.until(place)) != before:
+            raise RecipeError(
+                f"{ELSEWHERE}: data.order and data.phases up to there were {before or 'none'!r} and are "
+                f"{now or 'none'!r}; {RESTORE}"
+            )
         self.step = int(state["step"])
-        self._since = (self.step, int(state["sample"]))
+        self._since = (self.step, place)
         return repaired
 
     @cached_property
     def _identity(self) -> PositionIdentity:
         return PositionIdentity(self.source, self.seed, self.shuffle, self.payloads.sources.reading)
-
-
-def permuted(positions: Sequence[int], size: int, *key: int) -> list[int]:
-    """Where a random permutation of `0..size-1` sends `positions`, computed one by one: no size costs memory.
-
-    A Feistel network permutes the smallest even-bit block of integers that holds `0..size-1`; results outside are sent
-    through it again until they fall inside ("cycle walking": J. Black and P. Rogaway, Ciphers with Arbitrary Finite
-    Domains, CT-RSA 2002). The round function is the finaliser of splitmix64. For shuffling, not for secrets. Unlike a
-    library's shuffle the order can never change with a version, so a resumed run continues the same one.
-
-    Args:
-        size: 1..2**62.
-        key: chooses the permutation, e.g. `(seed, epoch)`.
-    """
-    if not 1 <= size <= 1 << 62:
-        raise ValueError(f"size must be in 1..2**62, got {size}")
-    if any(not 0 <= p < size for p in positions):
-        raise ValueError(f"positions must be in 0..{size - 1}, got {list(positions)}")
-    half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
-    low = np.uint64((1 << int(half)) - 1)
-    state = np.uint64(0)
-    for part in key:
-        state = _mix(np.array([part & _MASK], np.uint64) ^ _mix(np.array([state], np.uint64)))[0]
-    round_keys = _mix(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
-
-    values = np.array(positions, np.uint64)
-    walking = np.ones(len(values), bool)
-    while walking.any():
-        left, right = values[walking] >> half, values[walking] & low
-        for round_key in round_keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & low)
-        values[walking] = left << half | right
-        walking = values >= size
-    return values.tolist()
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every output bit depends on every input bit."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

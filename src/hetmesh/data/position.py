@@ -18,9 +18,9 @@ from hetmesh.data.mixture import KEY, MixtureSource
 from hetmesh.data.source import Source
 from hetmesh.errors import RecipeError, SampleError
 
-CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS = "source", "parts", "part_lengths"
-"""What a position calls the checksums of some samples, those of a mixture's sources, and how many samples these have.
-Older positions do not have them."""
+CHECKSUMS, PART_CHECKSUMS, PART_LENGTHS, ORDER = "source", "parts", "part_lengths", "order"
+"""What a position calls the checksums of some samples, those of a mixture's sources, how many samples these have, and
+`SampleOrder.until` it. Older positions do not have them."""
 
 _KEYS = {
     "seed": "debug.seed",
@@ -36,8 +36,8 @@ CHECKED_SAMPLES = 64
 MAX_CHANGED_SHARE = 0.25
 """Of the samples checked: whoever repairs a sample that ended a run goes on with it."""
 
-_ELSEWHERE = "the checkpoint's place in the data means other samples now"
-_RESTORE = (
+ELSEWHERE = "the checkpoint's place in the data means other samples now"
+RESTORE = (
     "restore what was, or start a new run from the saved weights: checkpoint.initial_load_path and another "
     "job.dump_folder"
 )
@@ -77,15 +77,15 @@ class PositionIdentity:
         differs = {k: (state[k], v) for k, v in self._values.items() if k in state and state[k] != v}
         if differs:
             changes = ", ".join(f"{_KEYS[k]} was {old} and is {new}" for k, (old, new) in differs.items())
-            raise RecipeError(f"{_ELSEWHERE}: {changes}; {_RESTORE}")
+            raise RecipeError(f"{ELSEWHERE}: {changes}; {RESTORE}")
         before = state.get(self._checksums_key)
         if before is None or before == self._checksums:
             return []
         other, repaired = _changed(self._checked, before, self._checksums)
         if other:
             raise RecipeError(
-                f"{_ELSEWHERE}: {other[0]}: it was sorted, its text becomes other tokens, or it is another one; "
-                f"{_RESTORE}"
+                f"{ELSEWHERE}: {other[0]}: it was sorted, its text becomes other tokens, or it is another one; "
+                f"{RESTORE}"
             )
         return repaired
 

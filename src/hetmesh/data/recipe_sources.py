@@ -104,7 +104,7 @@ def recipe_source(keys: Data, split: str | None = None) -> Source:
             errors.append(error)
     if not parts:
         raise errors[0]
-    return MixtureSource(parts, weights if split is None else None)
+    return MixtureSource(parts, weights if split is None and not keys.phases else None)
 
 
 def split_sources(keys: Data) -> SplitSources:

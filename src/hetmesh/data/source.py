@@ -152,11 +152,8 @@ class QuestionSource(Source, Protocol):
 def metas_of(
     source: Source, indices: Sequence[int], reading: AbstractContextManager[object] | None = None
 ) -> MetaArrays:
-    """The metadata of some samples of any source as arrays: at once where it has them so, else one by one.
-
-    Args:
-        reading: entered around each look at the source, which may be another thread's otherwise.
-    """
+    """The metadata of some samples of any source as arrays: at once where it has them so, else one by one. `reading` is
+    entered around each look at the source, which may be another thread's otherwise."""
     reading = reading or nullcontext()
     if (known := abilities_of(source).metas) is not None:
         with reading:

@@ -44,11 +44,8 @@ MACHINE = "h100"
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """Messages of one rank along one boundary in one direction, and the bytes that it `sent` and `received`.
-
-    Attributes:
-        edge: the boundary and `forward` or `backward`.
-    """
+    """Messages of one rank along one boundary in one direction (`edge` names both), and the bytes that it `sent` and
+    `received`."""
 
     edge: str
     messages: int
@@ -172,9 +169,9 @@ def dry_runs(
     return DryRuns(tuple(groups), found.name, found.memory_bytes)
 
 
-def fullest_group(recipe: Recipe, machine: str | None = None, *, draws: bool = False) -> RankGroup:
+def fullest_group(recipe: Recipe, *, draws: bool = False) -> RankGroup:
     """Of all groups of equal ranks the one that is predicted to hold most, run; `draws` as in `dry_run`."""
-    found = load_machine(machine or recipe.metrics.machine or MACHINE)
+    found = load_machine(recipe.metrics.machine or MACHINE)
     resolved = resolve(recipe)
     ranks, fullest, memory = max(_groups(resolved, found), key=lambda group: group[2][group[1]].tensors)
     return RankGroup(ranks, dry_run(resolved, fullest, draws=draws), memory[fullest])

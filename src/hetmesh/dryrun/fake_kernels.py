@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import register_flop_formula
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hetmesh._torch_compat import FakeTensor, implement, tree_leaves, tree_map_only, without_autocast
+from hetmesh._torch_compat import FakeTensor, tree_leaves, tree_map_only, without_autocast
 from hetmesh.attention.key_blocks import BLOCK
 from hetmesh.dryrun.fake_values import known_value
 
@@ -135,9 +135,9 @@ def register() -> tuple[torch.library.Library, ...]:
     every.fallback(torch.library.fallthrough_kernel, _KEY)
     for names, casts in ((_LOWER, _to_lower), (_FP32, _to_fp32), (_WIDEST, _to_widest)):
         for name in names.split():
-            implement(library, name, _KEY, _under_autocast(name, casts))
+            library.impl(name, _under_autocast(name, casts), _KEY)
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        implement(library, "scaled_dot_product_attention", key, _attention)
+        library.impl("scaled_dot_product_attention", _attention, key)
     return every, library
 
 

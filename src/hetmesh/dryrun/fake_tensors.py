@@ -1,10 +1,8 @@
 """FakeTensors: on the fake device tensors have shapes and no values; the host's are real.
 
-Operations on the host run as usual. An operation on the device gives tensors with the right shape, dtype and strides
-that occupy no memory (torch's FakeTensor). A copy to the host brings zeros where values would have to be computed.
-Small tensors whose values came from the host without floating-point arithmetic (indices, masks, lengths of sequences)
-keep them, so that what depends on them (`nonzero`, `tolist`) is right; where a shape depends on anything else the dry
-run ends with an error.
+Operations on the host run as usual, those on the device give torch's FakeTensors. A copy to the host brings zeros where
+values would have to be computed. Small tensors whose values came from the host without floating-point arithmetic
+(indices, masks, lengths of sequences) keep them; where a shape depends on anything else the dry run ends with an error.
 """
 
 from __future__ import annotations

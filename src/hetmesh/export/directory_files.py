@@ -32,10 +32,7 @@ PREPARING = ("tokenizer", "image_processor", "audio_processor")
 
 def copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
     """Copy tokenizer, processors, chat templates, generation_config.json and what else there is beside the weights.
-
-    Returns:
-        The number of files, and the names of links out of the directory, which are not copied.
-    """
+    Returns the number of files, and the names of links out of the directory, which are not copied."""
     count, linked = 0, []
     templates = source.path / "additional_chat_templates"
     for file in (*sorted(source.path.iterdir()), *(sorted(templates.iterdir()) if templates.is_dir() else ())):
@@ -55,11 +52,8 @@ def copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
 
 
 def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator[str]:
-    """How the run's samples differ from those that the copied files of `source` make, as lines of text.
-
-    Args:
-        whole: `source` is the directory of all modules, so its files were to prepare the samples.
-    """
+    """How the run's samples differ from those that the copied files of `source` make, as lines of text. `whole`: it is
+    the directory of all modules, so its files were to prepare the samples."""
     if _has_own_form(recipe, source):
         yield (
             "the run trained on conversations in the form of its own data.options.chat_template; what was copied "
@@ -94,11 +88,7 @@ def _has_own_form(recipe: Recipe, source: Path) -> bool:
 
 def made_from(run: SavedRun, dtype: object, *, merge: bool) -> dict[str, Any]:
     """What an export is made from, for `MADE_FROM`: the checkpoint by the checksum of its checksums, its modules as the
-    recipe describes them, and what is done with dtypes and adapters.
-
-    Raises:
-        CheckpointError: the checkpoint has no checksums.
-    """
+    recipe describes them, and what is done with dtypes and adapters. Raises CheckpointError: it has no checksums."""
     modules = {name: module.model_dump(mode="json", by_alias=True) for name, module in run.recipe.modules.items()}
     return {
         "checkpoint": run.path.name,  # no path: exports are given to others

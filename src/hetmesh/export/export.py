@@ -59,7 +59,9 @@ def export(
             from one.
     """
     folder = folder.expanduser().absolute()
-    check_free(folder)
+    with writing(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(f"{folder} already exists; choose a new or empty folder")
     plan = export_plan(run, merge=merge)
     origin = made_from(run, dtype, merge=merge)
     if dtype == AS_DIRECTORY and any(directory.place for directory in plan.directories):
@@ -110,13 +112,6 @@ def export_last(resolved: ResolvedRecipe, path: Path) -> list[str]:
                 aside.rename(folder)
         raise
     return [*lines, f"exported to {folder}"]
-
-
-def check_free(folder: Path) -> None:
-    """Raise OutputError where there is anything at `folder` already."""
-    with writing(folder):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(f"{folder} already exists; choose a new or empty folder")
 
 
 def _write(run: SavedRun, top: Path, directory: Directory, dtype: Dtype, largest: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -96,9 +97,7 @@ class Layout(HashedOnce):
         free = sorted((*self.partial_axes, *self.replica_axes))
         # A strided shard cuts last, so as a plain Shard after the others it means the same.
         kept = sorted((i for i in range(self.mesh.ndim) if i not in free), key=self._is_strided)
-        parts = 1
-        for i in free:
-            parts *= self.mesh.sizes[i]
+        parts = math.prod(self.mesh.sizes[i] for i in free)
         cells = self.cells(shape)
         if not cells:
             raise LayoutError(f"a 0-d tensor cannot be Partial at a boundary ({self}); give it a dim of size 1")

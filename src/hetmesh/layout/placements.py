@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from hetmesh._torch_compat import StridedShard
 from hetmesh.errors import LayoutError
 from hetmesh.layout.hashing import HashedOnce
-from hetmesh.layout.intervals import Interval, Intervals, extent, whole_numbers
+from hetmesh.layout.intervals import Interval, Intervals, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,6 @@ class RowSplit(HashedOnce):
             rows.append(((start, start + count),))
             start += count
         return cls(dim, tuple(rows))
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Rows per coordinate."""
-        return tuple(extent(rows) for rows in self.intervals)
 
     def __repr__(self) -> str:
         shown = ", ".join(str(list(rows)) for rows in self.intervals[:4])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -68,7 +68,8 @@ class TransferStep:
 
     @cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks of both sides by what they hold: cell per dim, then Partial coordinates; replicas last."""
+        """Ranks of both sides by what they hold: cell per dim, then Partial coordinates; replicas last. Those of
+        the source with equal cells and coordinates are a group; its key ends with the tuple of the coordinates."""
         src_cells, dst_cells = self._sides
         return _by_content(self.src, src_cells), _by_content(self.dst, dst_cells)
 
@@ -83,42 +84,31 @@ class TransferStep:
     @memoized
     def received(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that make up the share of destination `rank`, its own part included, by source cell."""
-        return tuple(self._find_received(rank)) if self.keeps(rank) else ()
-
-    def _find_received(self, rank: int) -> Iterator[Piece]:
+        if not self.keeps(rank):
+            return ()
         src_cells, dst_cells = self._sides
         coordinate = self.dst.mesh.coordinate(rank) or ()
         kept = [cells.intervals(cells.cell_of(coordinate)) for cells in dst_cells]
         overlaps = [cells.overlaps(rows) for cells, rows in zip(src_cells, kept, strict=True)]
         # coordinates along the Partial axes of the source: each holds one summand of every element
         summands = list(itertools.product(*(range(self.src.mesh.sizes[i]) for i in self.src.partial_axes)))
-        for shares in itertools.product(*(shared.items() for shared in overlaps)):
-            index = tuple(rows for _, rows in shares)
-            for summand in summands:
-                yield Piece(self._sender((*(cell for cell, _ in shares), summand), rank), rank, index)
+        return tuple(
+            Piece(self._sender((*(cell for cell, _ in shares), summand), rank), rank, tuple(rows for _, rows in shares))
+            for shares in itertools.product(*(shared.items() for shared in overlaps))
+            for summand in summands
+        )
 
     @memoized
     def sent(self, rank: int) -> tuple[Piece, ...]:
         """The pieces that source `rank` sends to other ranks, by destination rank."""
         if rank not in self.src.mesh:
             return ()
-        key = self._group_of(rank)
+        coordinate = self.src.mesh.coordinate(rank) or ()
+        cells = (c.cell_of(coordinate) for c in self._sides[0])
+        key = (*cells, tuple(coordinate[i] for i in self.src.partial_axes))
         senders = self._senders(key) if self._tables[0].shape[-1] > 1 else {}
         takers = self._takers(key)
         return tuple(Piece(rank, d, index) for d, index in takers if d != rank and senders.get(d, rank) == rank)
-
-    def _group_of(self, rank: int) -> tuple:
-        coordinate = self.src.mesh.coordinate(rank) or ()
-        cells = (c.cell_of(coordinate) for c in self._sides[0])
-        return (*cells, tuple(coordinate[i] for i in self.src.partial_axes))
-
-    def _members(self, key: tuple) -> list[int]:
-        """Source ranks that hold the same region (and summand): cell per dim, then the Partial coordinates."""
-        return self._tables[0][(*key[:-1], *key[-1])].tolist()
-
-    def _keepers(self, cells: Iterable[int]) -> list[int]:
-        """Destination ranks that keep the region given by one cell per dim."""
-        return self._tables[1][(*cells, *(0 for _ in self.dst.partial_axes))].tolist()
 
     @memoized
     def _takers(self, key: tuple) -> list[tuple[int, tuple[Intervals, ...]]]:
@@ -129,7 +119,8 @@ class TransferStep:
         takers = []
         for shares in itertools.product(*(shared.items() for shared in overlaps)):
             index = tuple(rows for _, rows in shares)
-            takers += [(dst, index) for dst in self._keepers(cell for cell, _ in shares)]
+            kept = (*(cell for cell, _ in shares), *(0 for _ in self.dst.partial_axes))
+            takers += [(dst, index) for dst in self._tables[1][kept].tolist()]
         return sorted(takers, key=lambda taker: taker[0])
 
     def _sender(self, key: tuple, dst: int) -> int:
@@ -141,7 +132,7 @@ class TransferStep:
     @memoized
     def _senders(self, key: tuple) -> dict[int, int]:
         """Which member of a source group sends to which destination."""
-        members = sorted(self._members(key))
+        members = sorted(self._tables[0][(*key[:-1], *key[-1])].tolist())
         senders = {rank: rank for rank in members}
         takers = self._takers(key)
         pieces = sorted((-math.prod(map(extent, index)), dst) for dst, index in takers if dst not in senders)

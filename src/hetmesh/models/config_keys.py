@@ -163,11 +163,8 @@ def positive_int(request: AdapterRequest, key: str, value: Any) -> int:
 def constructor_arguments(
     request: AdapterRequest, constructor: Callable, known: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keyword arguments for `constructor`: the config table, and the `known` sizes where it asks for them by name.
-
-    Returns:
-        The arguments, and the names of required ones that neither supplies.
-    """
+    """Keyword arguments for `constructor`: the config table, and the `known` sizes where it asks for them by name. Also
+    the names of required ones that neither supplies."""
     parameters = {
         name: p
         for name, p in inspect.signature(constructor).parameters.items()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from torch import nn
@@ -59,17 +60,13 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         sizes = width, on_targets, _projected_width(part, _OF_KEYS), causal and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
-        copies = abilities.attention_copies if width else 0
-        heads = key_heads if width else 0
-        layers.append(LayerShape(layer, _shapes(weights, shape_of), *sizes, shares, tokens, copies, heads))
+        attention = (abilities.attention_copies, key_heads) if width else (0, 0)
+        shapes = tuple(starmap(shape_of, weights.items()))
+        layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
-        layers.insert(0, LayerShape("", _shapes(rest, shape_of)))
+        layers.insert(0, LayerShape("", tuple(starmap(shape_of, rest.items()))))
     return ModuleShape(name, tuple(layers), abilities.gathered_whole)
-
-
-def _shapes(parameters: Mapping[str, nn.Parameter], shape_of: Any) -> tuple[WeightShape, ...]:
-    return tuple(shape_of(fqn, parameter) for fqn, parameter in parameters.items())
 
 
 def _uses(module: nn.Module) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
@@ -63,9 +62,30 @@ def make_adapters(
         RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
             differ across boundaries.
     """
-    _check_ends(modules, boundaries)
     made: dict[str, Adapter] = {}
     refusals, refused = Refusals(), set[str]()
+
+    def request(name: str) -> AdapterRequest:
+        into = [b for b in boundaries if b.destination == name]
+        out_of = [b for b in boundaries if b.source == name]
+        emitted = [made[b.source].out_features for b in into if b.source in made]
+        consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
+        return AdapterRequest(
+            name=name,
+            model=modules[name].model,
+            config=modules[name].config,
+            media=(kind := media.get(name)),
+            media_shape=(media_shapes or {}).get(kind) if kind else None,
+            vocab_size=vocab_size,
+            in_features=next(iter(emitted), None),  # where neighbours differ, the check across boundaries names them
+            out_features=next(iter(consumed), None),
+            placeholders={b.source: b.at for b in into},
+            consumers=tuple(b.destination for b in out_of),
+            pretrained=pretrained_of(name, modules[name]),
+            folder=getattr(modules[name], "folder", None),
+            packed=name in packed,
+        )
+
     progress = True
     while progress:
         progress = False
@@ -74,8 +94,7 @@ def make_adapters(
                 continue
             before, adapter = len(refusals.said), None
             with refusals.collect():
-                request = _request(name, modules, boundaries, media.get(name), vocab_size, media_shapes or {}, made)
-                adapter = _make(modules[name].model, replace(request, packed=name in packed))
+                adapter = _make(modules[name].model, request(name))
             if len(refusals.said) > before:
                 refused.add(name)
             if adapter is not None:
@@ -99,28 +118,6 @@ def make_adapters(
     return {name: made[name] for name in modules}
 
 
-def _check_ends(modules: Mapping[str, Module], boundaries: Sequence[Boundary]) -> None:
-    producers = {b.source for b in boundaries}
-    replaced: dict[tuple[str, str], Boundary] = {}
-    for b in boundaries:
-        name = f"boundary {b.source}->{b.destination}"
-        for end in (b.source, b.destination):
-            if end not in modules:
-                raise RecipeError(f"{name}: no module {end!r}; modules: {list(modules)}")
-        if b.destination in producers and b.at is not None:
-            raise RecipeError(
-                f"{name}: at = {b.at!r}, but only an LLM has placeholders, and {b.destination!r} emits rows"
-            )
-        if b.destination not in producers and b.at is None:
-            raise RecipeError(
-                f"{name}: `at` is missing; name the placeholder whose tokens the rows replace "
-                f"({b.destination!r}, after which no module comes, must be the LLM)"
-            )
-        if b.at is not None and replaced.setdefault((b.destination, b.at), b) is not b:
-            other = replaced[b.destination, b.at].source
-            raise RecipeError(f"{name}: rows of {other!r} replace the placeholder {b.at!r} already")
-
-
 def _make(model: str, request: AdapterRequest) -> Adapter | None:
     if model in MODELS:
         return MODELS[model](request)
@@ -130,35 +127,6 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise RecipeError(
         f"{request.key}.model: unknown model {model!r}; {hint}Valid: {sorted(MODELS)}, or 'package.module:Class'"
-    )
-
-
-def _request(
-    name: str,
-    modules: Mapping[str, Module],
-    boundaries: Sequence[Boundary],
-    media: str | None,
-    vocab_size: int,
-    media_shapes: Mapping[str, tuple[int, ...]],
-    made: Mapping[str, Adapter],
-) -> AdapterRequest:
-    into = [b for b in boundaries if b.destination == name]
-    out_of = [b for b in boundaries if b.source == name]
-    emitted = [made[b.source].out_features for b in into if b.source in made]
-    consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
-    return AdapterRequest(
-        name=name,
-        model=modules[name].model,
-        config=modules[name].config,
-        media=media,
-        media_shape=media_shapes.get(media) if media else None,
-        vocab_size=vocab_size,
-        in_features=next(iter(emitted), None),  # where neighbours differ, the check across boundaries names them
-        out_features=next(iter(consumed), None),
-        placeholders={b.source: b.at for b in into},
-        consumers=tuple(b.destination for b in out_of),
-        pretrained=pretrained_of(name, modules[name]),
-        folder=getattr(modules[name], "folder", None),
     )
 
 

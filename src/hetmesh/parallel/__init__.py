@@ -9,7 +9,7 @@ from hetmesh.parallel.gradient_axes import ParameterAxes, gradient_axes
 from hetmesh.parallel.gradient_sums import local_gradient, local_part, sum_gradients
 from hetmesh.parallel.linear import Colwise, Rowwise
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
-from hetmesh.parallel.reduction import Reduction, TiedParameter, reduce_gradients, sum_tied_parameters, tied_parameters
+from hetmesh.parallel.reduction import Reduction, TiedParameter, sum_tied_parameters, tied_parameters
 from hetmesh.parallel.replicas import check_replica_gradients, check_replicas, union_over_ranks
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel

@@ -82,6 +82,9 @@ class AdaptedModule(nn.Module):
         with casts, halves, sharded_forward(isinstance(self, FSDPModule)):
             output = self.adapter.forward(self.module, batch, inputs)
         if isinstance(output, Tensor):
+            if isinstance(self, FSDPModule) and torch.is_grad_enabled() and not output.requires_grad:
+                # These samples pass by what is trained; those of other lanes may not, and FSDP reduces on all ranks.
+                output.requires_grad_(any(p.requires_grad for p in self.parameters()))
             return output.to(self.compute_dtype)
         return {name: rows.to(self.compute_dtype) for name, rows in output.items()}
 
@@ -129,11 +132,6 @@ class ParallelModule:
         """The whole module as the runtime calls it, where it is not split."""
         (only,) = self.stages
         return only
-
-    @property
-    def fully_sharded(self) -> bool:
-        """Whether FSDP shards the module."""
-        return bool(fully_shard_axes(self.spec))
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of entry `stage` of `stages` by FQN; one that several stages share belongs to the first."""

@@ -1,8 +1,7 @@
 """Computation with bf16 copies of fp32 parameters, in modules that FSDP does not shard.
 
-Megatron-LM's mixed precision seen from the other side: there parameters are in bf16, and the optimizer has fp32 copies
-of them and of gradients (`main_param`, `main_grad`). Here, as with FSDP, a parameter is in fp32 between steps, where
-optimizers, checkpoints and comparisons of replicas find it, and in bf16 while its module computes.
+Megatron-LM keeps parameters in bf16 and fp32 copies for the optimizer. Here, as with FSDP, a parameter is in fp32
+between steps, where optimizers, checkpoints and comparisons of replicas find it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def log_collectives(root: nn.Module, name: str, log: CommunicationLog) -> None:
         part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         for fqn, group in fsdp_groups(part):
             if not fqn and (mesh := group.mesh_info.mesh).ndim > 1:  # HSDP: replicas are its first axis
-                part.set_all_reduce_hook(_Replicas(log, scatter.label, mesh.size(0)))
+                part.set_all_reduce_hook(partial(_log_all_reduce, log, scatter.label, mesh.size(0)))
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,6 @@ class _Scatter(_Counted):
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-@dataclass(frozen=True)
-class _Replicas:
+def _log_all_reduce(log: CommunicationLog, label: Label, replicas: int, gradients: Tensor) -> None:
     """Called with gradients that have been summed over replicas."""
-
-    log: CommunicationLog
-    label: Label
-    replicas: int
-
-    def __call__(self, gradients: Tensor) -> None:
-        size = 2 * gradients.nbytes * (self.replicas - 1) // self.replicas
-        self.log.add(self.label, "received", None, size, "all_reduce")
+    log.add(label, "received", None, 2 * gradients.nbytes * (replicas - 1) // replicas, "all_reduce")

@@ -3,10 +3,8 @@
 Every member enters every layer in every microbatch, with zero rows if it has none, so the gathers and reductions of
 all lanes match. Where data decide how often a module enters its layers, these are gathered together.
 
-By default gradients are reduced in the backward of each microbatch and accumulate as shards: M microbatches send M
-times as much as one, and no rank ever holds a whole gradient. With `reshard_after_forward = "never"`, the default in a
-pipeline, a step gathers and reduces once (`WholeInStep`): ZeRO-1 (Rajbhandari et al., SC 2020), of which optimizer
-state is all that stays sharded during a step.
+By default gradients are reduced in the backward of each microbatch and accumulate as shards. With
+`reshard_after_forward = "never"` a step gathers and reduces once (`WholeInStep`): ZeRO-1 (Rajbhandari et al., SC 2020).
 """
 
 from __future__ import annotations

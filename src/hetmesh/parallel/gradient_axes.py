@@ -41,10 +41,7 @@ class ParameterAxes:
     def is_first_replica(self, spec: MeshSpec, rank: int) -> bool:
         """Whether `rank` holds the first copy of its elements; over these ranks every element counts once. False for
         a rank outside `spec`."""
-        coordinate = spec.coordinate(rank)
-        return coordinate is not None and all(
-            c == 0 for axis, c in zip(spec.axes, coordinate, strict=True) if axis not in self.sharded
-        )
+        return is_first(spec, rank, self.sharded)
 
 
 def gradient_axes(
@@ -68,6 +65,14 @@ def gradient_axes(
         in_backward = tuple(axis for axis in by_fsdp if axis not in excluded and parameter.ndim)  # FSDP skips scalars
         out[name] = ParameterAxes(summed, in_backward, sharded)
     return out
+
+
+def is_first(spec: MeshSpec, rank: int, apart: Collection[str]) -> bool:
+    """Whether `rank` is at coordinate 0 of all axes of `spec` but those `apart`. False for a rank outside it."""
+    coordinate = spec.coordinate(rank)
+    return coordinate is not None and all(
+        c == 0 for axis, c in zip(spec.axes, coordinate, strict=True) if axis not in apart
+    )
 
 
 def fully_shard_axes(spec: MeshSpec) -> tuple[str, ...]:

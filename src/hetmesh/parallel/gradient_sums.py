@@ -41,8 +41,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def set_local_gradient(parameter: nn.Parameter, value: Tensor) -> None:
     """Write `value` (any shape with as many elements) into the local part of the gradient; makes it if it is None."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    make_missing([parameter])
     gradient = local_gradient(parameter)
     assert gradient is not None
     gradient.copy_(value.view_as(gradient))

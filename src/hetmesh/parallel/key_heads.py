@@ -1,12 +1,8 @@
 """Tensor parallelism over more ranks than an attention has heads of keys and values.
 
-Ranks in a row then share a key head: their query heads are of its group. The projections of keys and values stay split
-evenly, so that each rank makes an equal part of a head, and the ranks of a head put its parts together before anything
-works on whole heads (norms, rotary positions, attention). The gradient of a part is the sum over the ranks that used
-it. No weight is held, trained or saved twice, as it would be if each rank had the weights of its whole head.
-
-Megatron-LM does so too (`megatron/core/transformer/attention.py`, where `num_query_groups < world_size`), but gathers
-all heads on all ranks.
+Ranks in a row then share a key head: each makes an equal part of it, and they put the parts together before anything
+works on whole heads (norms, rotary positions, attention). Megatron-LM does so too
+(`megatron/core/transformer/attention.py`, where `num_query_groups < world_size`), but gathers all heads on all ranks.
 """
 
 from __future__ import annotations

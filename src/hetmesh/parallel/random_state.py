@@ -1,9 +1,8 @@
 """Random state belongs to a place in the step, not to the process: what is drawn does not depend on what else ran here.
 
 The generators (the CPU's and the device's) are seeded from a place when a stage begins, when a layer begins and ends,
-and where tensor parallelism begins and ends. Two kinds of places: those of values that tensor-parallel ranks hold
-alike, which draw alike, and those of shards (heads, inputs of row-wise linears, shares of the tokens), which add the
-coordinate along `tp`. Ranks along `cp` hold different tokens, so all that they draw differs.
+and where tensor parallelism begins and ends. Values that tensor-parallel ranks hold alike are drawn alike; for shards
+(heads, inputs of row-wise linears, shares of the tokens) the coordinate along `tp` is added, and along `cp` always.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +26,6 @@ DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 """Layers that draw."""
 
 _WRAPPED = "base_layer"  # what peft calls the linear layer inside one of its own
-
-
-class DeviceModule(Protocol):
-    """What is asked of torch.cuda, or of the module of another kind of device."""
-
-    def manual_seed(self, seed: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class _Visit:
     """One run of a stage at a place; how often each event has occurred, so that a layer that is called twice draws
     something else the second time."""
 
-    def __init__(self, place: RandomPlace, device: DeviceModule | None, counts: Mapping[str, int]) -> None:
+    def __init__(self, place: RandomPlace, device: Any, counts: Mapping[str, int]) -> None:
         self.place, self.device, self.counts = place, device, dict(counts)
         key = f"{place.seed} {place.step} {place.module} {place.microbatch} {place.lane} {place.share}"
         self.key = blake2b(key.encode(), digest_size=16).digest()
@@ -85,9 +78,9 @@ _current: _Visit | None = None
 
 
 @contextmanager
-def entering(place: RandomPlace, device: DeviceModule | None = None) -> Iterator[None]:
-    """Everything random inside is drawn as `place` says. `device`: the module of the device on which it computes, None
-    for the CPU."""
+def entering(place: RandomPlace, device: Any = None) -> Iterator[None]:
+    """Everything random inside is drawn as `place` says. `device`: `torch.cuda`, or the module of another kind of
+    device on which it computes; None for the CPU."""
     global _current
     before, _current = _current, _Visit(place, device, {})
     _current.seed("", sharded=False)

@@ -158,12 +158,6 @@ class Reduction:
         return finish
 
 
-def reduce_gradients(parallel: ParallelModule) -> None:
-    """Complete the gradients that accumulated on the members, all stages one after another; see `Reduction`."""
-    for stage in range(len(parallel.stages)):
-        Reduction(parallel, stage)()()
-
-
 @dataclass(frozen=True, eq=False)
 class TiedParameter:
     """A parameter of this rank and who holds the other copy.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
+from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import GradientError, ReplicaError
 from hetmesh.parallel.apply import ParallelModule
 from hetmesh.parallel.gradient_sums import local_gradient, local_part
@@ -88,15 +89,11 @@ def check_replica_gradients(modules: Mapping[str, ParallelModule], world: World)
 def union_over_ranks(texts: Sequence[str], world: World, what: str) -> list[str]:
     """All `texts` of any rank, each once; the same on all ranks. Collective over all ranks of the job. `what`: the name
     of this collective, for errors about ranks that wait."""
-    found: list[list[str] | None] = [None] * world.size
-    everybody = world.group(range(world.size))
     with world.waiting(what):
         count = torch.tensor([len(texts)], device=world.device)
-        dist.all_reduce(count, group=everybody)
-        if not count.item():
-            return []
-        dist.all_gather_object(found, list(texts), group=everybody)
-    return list(dict.fromkeys(text for of_rank in found for text in of_rank or ()))
+        dist.all_reduce(count, group=world.group(range(world.size)))
+        found = gather_objects(list(texts), world) if count.item() else []
+    return list(dict.fromkeys(text for of_rank in found for text in of_rank))
 
 
 def _gathered_along_axes(

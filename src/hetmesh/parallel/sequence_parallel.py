@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,14 +75,14 @@ def apply_sequence_parallel(
                 if isinstance(part, ColwiseLinear):
                     part.enter = lambda x: x  # the gather sums the gradient
                 elif isinstance(part, RowwiseLinear):
-                    part.leave = _Scatter(group)
+                    part.leave = partial(_scatter, group=group)
         elif isinstance(parent, ExpertBlock):
             _Gather(group, tokens).register(parent)
-            parent.enter, parent.leave = None, _Scatter(group)  # gradients of the router are now partial, too,
-            parent.balances = dist.get_rank(group) == 0  # and each part of them counts once
+            parent.enter, parent.leave = None, partial(_scatter, group=group)
+            parent.balances = dist.get_rank(group) == 0  # the router's gradients are now partial, too: each counts once
         elif any(matches(name, pattern) for pattern in gathered):
             _Gather(group, tokens).register(parent)
-            parent.register_forward_hook(_Keep(group))
+            parent.register_forward_hook(partial(_keep_share, group))
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
         name for name, p in module.named_parameters() if within(name, *prefixes) and not isinstance(p, DTensor)
@@ -233,34 +234,22 @@ class _Gather:
         return with_hidden(args, kwargs, whole)
 
 
-class _Scatter:
+@not_compiled
+def _scatter(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
     """After attention or MLP: each rank's summand of all tokens -> the sum for its share, `[1, share, features]`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    @not_compiled
-    def __call__(self, summand: Tensor) -> Tensor:
-        flat = summand.flatten(0, -2)
-        total, group = len(flat), self.group
-        size = TokenShares(total, dist.get_world_size(group)).size
-        scatter, gather = lambda x: _reduce_scatter(x, size, group), lambda g: _all_gather(g, group)[:total]
-        return Collective.apply(flat, scatter, gather)[None]
+    flat = summand.flatten(0, -2)
+    total = len(flat)
+    size = TokenShares(total, dist.get_world_size(group)).size
+    scatter, gather = lambda x: _reduce_scatter(x, size, group), lambda g: _all_gather(g, group)[:total]
+    return Collective.apply(flat, scatter, gather)[None]
 
 
-class _Keep:
+@not_compiled
+def _keep_share(group: dist.ProcessGroup, _: nn.Module, __: Any, output: Any) -> Any:
     """After a part that every rank computes of all tokens: of its output this rank's share, `[1, share, features]`."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    @not_compiled
-    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
-        flat = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
-        size = TokenShares(len(flat), dist.get_world_size(self.group)).size
-        kept = flat[dist.get_rank(self.group) * size :][:size]
-        kept = pad(kept, (0, 0, 0, size - len(kept)))[None]
-        return kept if isinstance(output, Tensor) else (kept, *output[1:])
+    flat = (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
+    kept = _own_share(flat, TokenShares(len(flat), dist.get_world_size(group)).size, group)[None]
+    return kept if isinstance(output, Tensor) else (kept, *output[1:])
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -274,11 +263,8 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
 
 
 def _own_share(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
-    start = dist.get_rank(group) * size
-    share = flat.new_zeros(size, *flat.shape[1:])
-    kept = flat[start : start + size]
-    share[: len(kept)] = kept
-    return share
+    kept = flat[dist.get_rank(group) * size :][:size]
+    return pad(kept, (0, 0, 0, size - len(kept)))
 
 
 def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,7 +9,7 @@
 | `KeyHeads` (`key_heads.py`) | an attention: ranks may share its key heads | none of its own | |
 | not in the plan | works on what every rank has in full | plain | complete, and equal on every rank |
 
-Partial gradients must be summed over tp once per step; `hetmesh.parallel.reduce_gradients` does. All others are
+Partial gradients must be summed over tp once per step; a `Reduction` does. All others are
 complete because every `colwise` layer sums the gradient of its input over tp, so that whatever comes before it gets a
 whole gradient. A torch ParallelStyle may stand in a plan for a style name; it must then complete its gradients itself.
 """

@@ -2,8 +2,8 @@
 without bringing them together.
 
 Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3: of the logits only a few numbers per target cross between
-ranks. torch has the same for DTensors (`torch.distributed.tensor.parallel.loss_parallel`); here logits are local
-tensors, as everywhere in this room, the vocabulary need not divide, and there may be no target.
+ranks. Unlike in torch's `loss_parallel` logits are local tensors, the vocabulary need not divide, and there may be no
+target.
 """
 
 from __future__ import annotations

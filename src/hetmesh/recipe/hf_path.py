@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object, read_file
 from hetmesh.recipe.hf_families import MEDIA, PROCESSORS, PROMPTS, family_of, part_of
+from hetmesh.recipe.section import table_in
 
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
@@ -66,14 +67,14 @@ def expand_hf_path(raw: Mapping[str, Any]) -> dict[str, Any]:
     boundaries: list[dict[str, Any]] = []
     for part in towers:
         last = part
-        if part == "vision" and PROJECTOR in given and "model" not in _table(given, PROJECTOR):
+        if part == "vision" and PROJECTOR in given and "model" not in table_in(given, PROJECTOR):
             parts[part]["config"] = {"projector": False}
             parts[PROJECTOR] = {"model": "hf_projector", "initial_load_path": path}
             boundaries.append({"from": part, "to": PROJECTOR})
             last = PROJECTOR
         boundaries.append({"from": last, "to": "llm", "at": MEDIA[part]})
     parts["llm"] = {"model": "hf_llm", "initial_load_path": path, "attention_mask": family.mask}
-    modules = {name: {**keys, **_table(given, name)} for name, keys in parts.items()}
+    modules = {name: {**keys, **table_in(given, name)} for name, keys in parts.items()}
     modules |= {name: value for name, value in given.items() if name not in modules}
     out = {**raw, "modules": modules, "boundaries": raw.get("boundaries", boundaries)}
     out["data"] = _data(path, config, whole, [MEDIA[part] for part in towers], raw.get("data", {}))
@@ -112,7 +113,7 @@ def processor_of(path: str, model_type: str) -> str:
     files = {"preprocessor_config.json": "image_processor", "video_preprocessor_config.json": "video_processor"}
     for name, nested in files.items():
         if _is_file(path, name):
-            tables.append(_read(path, name) if combined.get(nested) is None else _table(combined, nested))
+            tables.append(_read(path, name) if combined.get(nested) is None else table_in(combined, nested))
             break
     for table in (*tables, *(_read(path, name) or {} for name in ("tokenizer_config.json", "config.json"))):
         if isinstance(found := table.get("processor_class"), str):
@@ -155,7 +156,7 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
         raise RecipeError(f"{what}: it has its own form, and there is a chat template in the directory; {write}")
     if template is None and not (prompt.template or prompt.default):
         raise RecipeError(f"{what}: there is no chat template in the directory; {write}")
-    image = _table(options, "placeholders").get("image", "<image>")
+    image = table_in(options, "placeholders").get("image", "<image>")
     found: dict[str, Any] = {}
     if prompt.template:
         found["chat_template"] = prompt.template.replace("<image>", image)
@@ -167,7 +168,7 @@ def _prompt_options(path: str, model_type: str, options: Mapping[str, Any]) -> d
 
 
 def _tokens_around(options: Mapping[str, Any]) -> str:
-    tokens = " and ".join(repr(token) for token in _table(options, "placeholders").values())
+    tokens = " and ".join(repr(token) for token in table_in(options, "placeholders").values())
     return f"with {tokens} for an item and the tokens around it" if tokens else "with the tokens around an item"
 
 
@@ -190,7 +191,7 @@ def _template(path: str, tokenizer: str | None) -> str | None:
 
 def positions_of(path: str) -> int | None:
     """The longest sequence that the LLM of a directory is made for; None where its config.json does not say."""
-    text = _table(_read(path, "config.json") or {}, "text_config")
+    text = table_in(_read(path, "config.json") or {}, "text_config")
     found = text.get("max_position_embeddings")
     return found if isinstance(found, int) else None
 
@@ -199,7 +200,7 @@ def synthetic_options(path: str) -> dict[str, Any]:
     """Options of the source `synthetic` that suit the LLM and the tower of a directory. Raises RecipeError: its
     config.json does not say enough."""
     config = _read(path, "config.json") or {}
-    text, vision = _table(config, "text_config"), _table(config, "vision_config")
+    text, vision = table_in(config, "text_config"), table_in(config, "vision_config")
     token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)
     vocabulary = text.get("vocab_size", config.get("vocab_size"))
     if not vision or token is None or not isinstance(vocabulary, int):
@@ -248,18 +249,13 @@ def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
         return None
     listed = (_read(path, "tokenizer.json") or {}).get("added_tokens")
     added = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    decoder = _table(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
-    found = next((entry for entry in added if entry.get("id") == number), _table(decoder, str(number))).get("content")
+    decoder = table_in(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
+    found = next((entry for entry in added if entry.get("id") == number), table_in(decoder, str(number))).get("content")
     return found if isinstance(found, str) else None
 
 
 def _is_file(path: str, name: str) -> bool:
     return (Path(path).expanduser() / name).is_file()
-
-
-def _table(tables: Any, name: str) -> Mapping[str, Any]:
-    table = tables.get(name, {}) if isinstance(tables, Mapping) else {}
-    return table if isinstance(table, Mapping) else {}
 
 
 def _text(path: str, name: str) -> str | None:

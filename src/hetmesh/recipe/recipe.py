@@ -17,7 +17,7 @@ from hetmesh.recipe.batch_sizes import BatchSizes, batch_sizes
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.keys import check_keys, unknown, valid_keys
 from hetmesh.recipe.overrides import apply_override, parse_overrides
-from hetmesh.recipe.section import freeze
+from hetmesh.recipe.section import freeze, thaw
 
 if TYPE_CHECKING:
     from hetmesh.recipe.wiring import Wiring
@@ -201,13 +201,14 @@ def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
     with refusals.collect():
         _ = recipe.batch
     _check_balance(recipe, refusals)
+    _check_data(recipe, refusals)
     refusals.finish()
     return recipe
 
 
 def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Mapping):
-        return sections.thaw(given)
+        return thaw(given)
     try:
         return from_toml(given)
     except ValueError as error:
@@ -251,12 +252,44 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
             f"balance.microbatch_sizes.{name} and balance.microbatch_shares.{name}: lanes take samples of each "
             "microbatch or whole microbatches; give one of them"
         )
-    idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key)]
+    idle = [f"balance.{key}" for key in ("max_tokens", "deferral") if getattr(keys, key) not in ({}, False, "auto")]
     idle += ["balance.microbatches = 'free'"] if keys.microbatches == "free" else []
     if keys.policy == "none" and idle:
         refusals.add(f"{', '.join(idle)}: balance.policy = 'none' keeps samples where they are drawn; take another one")
-    elif keys.deferral and keys.policy not in DEFERRING:
+    elif keys.deferral is True and keys.policy not in DEFERRING:
         refusals.add(f"balance.deferral: balance.policy = {keys.policy!r} defers nothing; {', '.join(DEFERRING)} do")
+    if keys.split_deferred_backward and (keys.deferral is False or keys.policy not in DEFERRING):
+        refusals.add(
+            "balance.split_deferred_backward: nothing is deferred; it takes balance.deferral = true or 'auto', and "
+            f"balance.policy {', '.join(DEFERRING)}"
+        )
+
+
+def _check_data(recipe: Recipe, refusals: Refusals) -> None:
+    keys, before = recipe.data, -1
+    names = [table.name or table.source for table in keys.mixture]
+    valid = ["shuffled", "given", *(["tokens", *sorted(recipe.modules)] if not keys.phases else [])]
+    if keys.order not in valid:
+        beside = " beside data.phases" if keys.phases else ""
+        refusals.add(f"data.order = {keys.order!r}: valid{beside} are {', '.join(valid)}")
+    if keys.phases and not keys.mixture:
+        refusals.add("data.phases: they are shares of the sources of [[data.mixture]], and there are none")
+    for i, table in enumerate(keys.mixture):
+        if keys.phases and "weight" in table.model_fields_set:
+            refusals.add(f"data.mixture[{i}].weight = {table.weight}: data.phases say the weights; leave it out")
+    for i, phase in enumerate(keys.phases):
+        here = f"data.phases[{i}]"
+        if i == 0 and phase.start_step:
+            refusals.add(f"{here}.start_step = {phase.start_step}: the first phase begins at step 0")
+        elif phase.start_step <= before:
+            refusals.add(
+                f"{here}.start_step = {phase.start_step}: the phase before begins at {before}; give a later step"
+            )
+        before = phase.start_step
+        for name in sorted(set(phase.weights) - set(names)) if names else ():
+            refusals.add(f"{here}.weights.{name}: {unknown('source', name, names)}")
+        if not sum(phase.weights.values()) > 0:
+            refusals.add(f"{here}.weights = {dict(phase.weights)}: they must sum to more than 0")
 
 
 def _check_module_names(raw: Mapping[str, Any], refusals: Refusals) -> None:

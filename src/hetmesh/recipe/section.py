@@ -8,6 +8,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 
+def table_in(tables: Any, name: str) -> Mapping[str, Any]:
+    """A table of raw ones; empty where there is none, or something else in its place."""
+    table = tables.get(name, {}) if isinstance(tables, Mapping) else {}
+    return table if isinstance(table, Mapping) else {}
+
+
 class FrozenDict(dict):
     """A dict that cannot be changed, so that a Recipe is a value: hashable, picklable, shareable."""
 
@@ -35,6 +41,11 @@ def thaw(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: thaw(v) for k, v in value.items()}
     return [thaw(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def thawed(field: str) -> property:
+    """A property: the free table `field` as a new copy, since libraries that read one may also write into it."""
+    return property(lambda table: thaw(getattr(table, field)))
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thaw
+from hetmesh.recipe.section import FrozenDict, freeze, schedule_name, schedule_spelling, thawed
 from hetmesh.recipe.section import NamesCode as NamesCode
 from hetmesh.recipe.section import Section as Section
 from hetmesh.recipe.values import (
@@ -120,10 +120,7 @@ class Module(NamesCode):
     attention_mask: AttentionMask = "causal"  # of the LLM
     plan: Annotated[Mapping[str, TensorParallelStyle], AfterValidator(freeze)] = FrozenDict()
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The model's own keys, as a new copy: libraries that read a config table may also write into it."""
-        return thaw(self.frozen_config)
+    config = thawed("frozen_config")  # the model's own keys
 
 
 class Boundary(Section):
@@ -189,10 +186,14 @@ class Mixed(Section):
     name: str | None = None  # in ids of samples and in metrics; None: that of the source
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The source's keyword arguments, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # the source's keyword arguments
+
+
+class DataPhase(Section):
+    """One `[[data.phases]]`: the shares of a mixture's sources from a step on, until the next phase begins."""
+
+    start_step: Count
+    weights: Annotated[Mapping[str, NotNegative], AfterValidator(freeze)]  # by source; one that is left out gives none
 
 
 class Data(NamesCode):
@@ -202,15 +203,16 @@ class Data(NamesCode):
     source: str = "digits"  # a source's name, or "package.module:Class"
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
     mixture: tuple[Mixed, ...] = ()
+    phases: tuple[DataPhase, ...] = ()  # in place of the weights of a mixture
+    # "shuffled", "given" (as the source has them), or in every epoch a curriculum, by rising "tokens" of the LLM or
+    # rows of the module that is named: the metadata of all samples are read for it before the run
+    order: str = "shuffled"
     num_workers: Count = 0  # processes per rank that load samples ahead of need; 0: the rank itself, when it needs them
     prefetch_factor: Size = 2  # microbatches that each of them has loaded or is loading
     on_bad_sample: Literal["stop", "skip"] = "stop"  # one that cannot be read: end the run, or leave it out, counted
     on_no_target: Literal["count", "stop"] = "count"  # a sample that adds nothing to the loss: name the first, or end
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The source's keyword arguments, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # the source's keyword arguments
 
 
 class Training(Section):
@@ -255,10 +257,7 @@ class ParamGroup(Section):
         default=FrozenDict(), alias="optimizer_kwargs"
     )
 
-    @property
-    def optimizer_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments that take precedence over those of `[optimizer]` and its module, as a new copy."""
-        return thaw(self.frozen_kwargs)
+    optimizer_kwargs = thawed("frozen_kwargs")  # these take precedence over `[optimizer]` and its module
 
 
 class Optimizer(NamesCode):
@@ -278,10 +277,7 @@ class Optimizer(NamesCode):
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")
     param_groups: tuple[ParamGroup, ...] = ()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the class that it names, as a new copy."""
-        return thaw(self.frozen_options)
+    options = thawed("frozen_options")  # keyword arguments of the class that it names
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -362,7 +358,9 @@ class Balance(Section):
     microbatch_sizes: Annotated[Mapping[str, Size], AfterValidator(freeze)] = FrozenDict()  # of encoders, per lane
     microbatch_shares: Annotated[Mapping[str, Shares], AfterValidator(freeze)] = FrozenDict()  # of encoders' lanes
     microbatches: Literal["recipe", "free"] = "recipe"  # "free": more or fewer of them, where that is faster
-    deferral: bool = False  # the LLM may take a sample one microbatch later than the encoders (Entrain)
+    # the LLM may take a sample one microbatch later than the encoders (Entrain); "auto": if that is predicted to pay
+    deferral: Literal[True, False, "auto"] = "auto"
+    split_deferred_backward: bool = False  # of an encoder, for what is deferred by itself; false: whole, one slot late
 
 
 class Debug(Section):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hetmesh.recipe.section import table_in
+
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
     from hetmesh.recipe.sections import Section
@@ -46,18 +48,13 @@ class Foreign:
     matters: Callable[[Raw], bool] = lambda raw: True
 
 
-def _table(raw: Raw, name: str) -> Mapping[str, Any]:
-    table = raw.get(name, {})
-    return table if isinstance(table, Mapping) else {}
-
-
 def _on(section: str, key: str, default: bool = False) -> Callable[[Raw], bool]:
-    return lambda raw: _table(raw, section).get(key, default) is not False
+    return lambda raw: table_in(raw, section).get(key, default) is not False
 
 
 def _selective(raw: Raw) -> bool:
-    modules = [table for table in _table(raw, "modules").values() if isinstance(table, Mapping)]
-    modes = [_table(raw, "activation_checkpoint").get("mode"), *(m.get("activation_checkpoint") for m in modules)]
+    modules = [table for table in table_in(raw, "modules").values() if isinstance(table, Mapping)]
+    modes = [table_in(raw, "activation_checkpoint").get("mode"), *(m.get("activation_checkpoint") for m in modules)]
     return "selective" in modes
 
 
@@ -65,7 +62,7 @@ def _shared(degree: str) -> Callable[[Raw], bool]:
     """Whether some module has more than one rank along an axis."""
 
     def found(raw: Raw) -> bool:
-        layout = _table(raw, "parallelism")
+        layout = table_in(raw, "parallelism")
         return any(table.get(degree, 1) != 1 for table in (layout, *layout.values()) if isinstance(table, Mapping))
 
     return found

@@ -36,11 +36,7 @@ EXPERT_DEGREE = "expert_parallel_degree"
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
     """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
     nothing else is left; with experts an axis `ep` after the data-parallel ones. A module without a table takes its
-    consumer's.
-
-    Raises:
-        RecipeError: the degrees of a module do not fit its ranks; of all such modules.
-    """
+    consumer's. Raises RecipeError: of all modules whose degrees do not fit their ranks."""
     everywhere = _all_ranks(tables)
     meshes: dict[str, MeshSpec] = {}
     refusals = Refusals()

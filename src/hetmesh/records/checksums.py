@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
     """The checksums of a checkpoint's parts, after looking at those of the manifest and of the index. Raises
     CheckpointError: one of these two files is missing, unreadable or has changed."""
     try:
-        content = from_json(read_file(folder / MANIFEST))
+        content = from_json(_manifest(folder))
         checksum = content.pop("checksum")
         sums = {
             SavedPart(str(file), int(offset), int(length), str(name)): crc if isinstance(crc, str) else int(crc)
@@ -159,10 +159,6 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
         if not all(is_plain_name(part.file) for part in sums) or not all(0 <= place < 2**62 for place in places):
             raise ValueError
         known, intact = content["metadata"], checksum == _content_sum(content)
-    except FileNotFoundError as error:
-        raise CheckpointError(no_manifest(folder)) from error
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} is no list of checksums") from error
     if not intact:
@@ -178,8 +174,12 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
 
 def manifest_sum(folder: Path) -> str:
     """SHA-256 of a checkpoint's manifest, and so of all that it holds. Raises CheckpointError: it cannot be read."""
+    return hashlib.sha256(_manifest(folder)).hexdigest()
+
+
+def _manifest(folder: Path) -> bytes:
     try:
-        return hashlib.sha256(read_file(folder / MANIFEST)).hexdigest()
+        return read_file(folder / MANIFEST)
     except FileNotFoundError as error:
         raise CheckpointError(no_manifest(folder)) from error
     except OSError as error:

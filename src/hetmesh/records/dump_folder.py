@@ -50,10 +50,6 @@ class Claim:
     unnoticed: str = ""
     name: socket.socket | None = None
 
-    def fileno(self) -> int:
-        """The descriptor of the file."""
-        return self.file.fileno()
-
     def close(self) -> None:
         """Let others have the folder."""
         self.file.close()
@@ -138,7 +134,7 @@ class RunFolder:
             tables = recipe.model_dump(mode="json", by_alias=True)
             if recipe.code_folder is not None:
                 tables[CODE_FOLDER] = recipe.code_folder
-            _replace_content(self.claim.fileno(), (to_json(tables, indent=2) + "\n").encode())
+            _replace_content(self.claim.file.fileno(), (to_json(tables, indent=2) + "\n").encode())
         dropped = None
         if self.step is not None:
             again = self.step == recipe.training.steps and recipe.validation.enable

@@ -147,11 +147,8 @@ class StepMetrics:
             shown.pop()
         return line
 
-    def details(self) -> str:
-        """What `[metrics] verbose` adds to the log line."""
-        return "  ".join(self._details())
-
-    def _details(self) -> Iterator[str]:
+    def details(self) -> Iterator[str]:
+        """What `[metrics] verbose` adds to the log line, part by part."""
         yield f"{self.samples_per_s:.0f} samples/s"
         if self.cost.mfu is not None:
             yield f"MFU {self.cost.mfu:.1%}"

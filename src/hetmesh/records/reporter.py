@@ -118,7 +118,7 @@ class Reporter:
         if not self.console.is_terminal or metrics.skipped:
             left = None if self._pace is None else self._pace * (self.steps - metrics.step)
             line = metrics.line(self.steps, left)
-            self.print(f"{line}  {metrics.details()}" if self.verbose else line)
+            self.print("  ".join([line, *metrics.details()]) if self.verbose else line)
 
     def sync(self) -> None:
         """Let all lines of metrics.jsonl be on the disk: those of the steps that a checkpoint is about to hold."""

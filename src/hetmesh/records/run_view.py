@@ -36,6 +36,7 @@ class Start:
         last: the last step of which it is known that it was done.
         wanted: steps of the whole run, as it was asked for then; 0: not known. So with host, ranks, device.
         changed: of its recipe, since the checkpoint.
+        deferral: whether samples were deferred, and why.
         first_s: seconds until its first step began; None: not known.
         redone, redone_s: its last steps that the next start did again, and seconds that they took.
         how: it ended, a word of `records.events`; empty: not known.
@@ -51,6 +52,7 @@ class Start:
     ranks: int = 0
     device: str = ""
     changed: str = ""
+    deferral: str = ""
     first_s: float | None = None
     redone: int = 0
     redone_s: float = 0.0
@@ -261,6 +263,7 @@ def _start(events: Sequence[Line], after: Line | None, lines: Sequence[tuple[flo
         ranks=_count(first.get("ranks")),
         device=_word(first.get("device")),
         changed=_word(first.get("changed")),
+        deferral=_word(first.get("deferral")),
     )
     timed = [(stamp, seconds) for stamp, line in lines if (seconds := number(line.get("time_s"))) is not None]
     if timed:  # of a start whose steps were all done again none is left

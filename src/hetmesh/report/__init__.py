@@ -4,5 +4,3 @@ from hetmesh.report.explain import explain
 from hetmesh.report.picture import save_picture
 from hetmesh.report.text import as_text
 from hetmesh.report.values import BoundaryView, ModuleView, RecipeView
-
-__all__ = ["BoundaryView", "ModuleView", "RecipeView", "as_text", "explain", "save_picture"]

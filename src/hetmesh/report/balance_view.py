@@ -67,7 +67,7 @@ def balance_view(
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
     model = resolved.step_model(machine, profile)
-    runs = _runs(balance_options(recipe.balance, resolved.costs, resolved.lengths))
+    runs = _runs(balance_options(recipe.balance, resolved.costs, resolved.deferral.on, resolved.lengths))
     comparison = _Comparison(recipe, graph, model)
     for samples in map(MetaArrays.of, drawn):
         for run in runs:

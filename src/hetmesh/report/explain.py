@@ -53,6 +53,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
         process_groups_per_rank=most_on_a_rank(groups),
         fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
+        deferral=str(resolved.deferral),
         notes=notes_on_experts(shapes),
     )
 

@@ -61,6 +61,8 @@ def story_section(run: RunView) -> PageSection:
         parts.append(PageTable("wall time, from the first start to the last sign of life", rows))
     times = "once" if len(story.starts) == 1 else f"{len(story.starts)} times"
     lead = f"Started {times}, first {when(story.starts[0].began)}."
+    if deferral := story.starts[-1].deferral:
+        lead += f" Deferral is {deferral}."
     if story.saved:
         held = time_text(median(checkpoint.held_s for checkpoint in story.saved))
         count = f"{counted(len(story.saved), 'checkpoint')} became complete"

@@ -41,6 +41,7 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
     )
     yield from _sharded(view)
     yield from _stages(view)
+    yield from ("", f"deferral is {view.deferral}")
     yield from _held(view)
     yield from ("", *fit_lines(view.fit)) if view.fit is not None else ()
     if view.boundaries:

@@ -124,6 +124,7 @@ class RecipeView:
             rank. Gloo needs none for messages.
         fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
             sizes of a module are not known.
+        deferral: whether the sink may take samples one microbatch late, and why.
         notes: what the figures assume or leave out.
     """
 
@@ -143,6 +144,7 @@ class RecipeView:
     process_groups: int
     process_groups_per_rank: int
     fit: MemoryFit | None = None
+    deferral: str = ""
     notes: tuple[str, ...] = ()
 
     def memory(self, rank: int) -> int:

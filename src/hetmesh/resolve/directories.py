@@ -113,11 +113,7 @@ def _checksum(file: Path) -> int:
 
 
 def check_references(checkpoint: Path, saved: References, now: References) -> None:
-    """Compare what a checkpoint refers to with what the directories hold.
-
-    Raises:
-        CheckpointError: a file has changed, is missing, or is new.
-    """
+    """Raise CheckpointError where a file that a checkpoint refers to has changed, is missing, or is new."""
     for name, entry in saved.items():
         before, after = entry["files"], now[name]["files"]
         changed = sorted(file for file in before.keys() | after.keys() if before.get(file) != after.get(file))

@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli
 import tomlkit
+import torch
 
 from hetmesh.cost import Machine, find_machine, load_machine
 from hetmesh.data.find_conversations import Conversations
@@ -91,9 +92,10 @@ def starter(
     samples = len(resolved.source)
     longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum())
     tables["training"]["seq_len"] = min(_up_to(longest, 16), positions_of(directory) or LONGEST)
-    given = range_of_ranks(machine, ranks)
+    if ranks is None and machine is None:
+        ranks = max(torch.cuda.device_count(), 1)
     tried: list[int] = []
-    for count in given or _powers(_least_ranks(resolved, device)):
+    for count in _powers(_least_ranks(resolved, device)) if ranks is None else (ranks,):
         tables["training"] |= _steps(samples, count, TRIED_STEPS if data is None else None)
         text = _dumped(tables, overrides)
         recipe = parse_recipe(text)
@@ -117,22 +119,9 @@ def starter(
     )
 
 
-def range_of_ranks(machine: str | None, ranks: int | None) -> tuple[int, ...]:
-    """The number of ranks that is asked for, or that this machine has; empty: as few as hold the model."""
-    if ranks is not None:
-        return (ranks,)
-    if machine is not None:
-        return ()
-    import torch
-
-    return (max(torch.cuda.device_count(), 1),)
-
-
 def _machine(name: str | None) -> Machine:
     if name is not None:
         return load_machine(name)
-    import torch
-
     if not torch.cuda.is_available():
         return load_machine("cpu")
     device = torch.cuda.get_device_name()

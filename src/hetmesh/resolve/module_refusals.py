@@ -185,14 +185,8 @@ _compared: dict[Any, str | None] = {}
 def uncompared_plans(
     modules: Mapping[str, Module], meshes: Mapping[str, MeshSpec], adapters: Mapping[str, Adapter], vocab_size: int
 ) -> list[str]:
-    """Compare modules whose plan is a user's with themselves on tensor parallel ranks.
-
-    Returns:
-        What could not be compared or tried, and why, a sentence each.
-
-    Raises:
-        RecipeError: one computes something else, a line each.
-    """
+    """Compare modules whose plan is a user's with themselves on tensor parallel ranks. Returns what could not be
+    compared or tried, and why, a sentence each. Raises RecipeError: one computes something else, a line each."""
     notes, refusals = list[str](), Refusals()
     for name, adapter in adapters.items():
         if isinstance(adapter, UserAdapter) and adapter.reason_not_probed:

@@ -33,12 +33,8 @@ class OptimizerKind(NamedTuple):
 
 @lru_cache(maxsize=64)
 def optimizer_kind(made: type[torch.optim.Optimizer], arguments: FrozenDict) -> OptimizerKind:
-    """Try `made(groups, **arguments)`.
-
-    Raises:
-        RecipeError: it takes no such arguments or no parameters, or would not train alike in every layout and after a
-            checkpoint; why, without a key.
-    """
+    """Try `made(groups, **arguments)`. Raises RecipeError, without a key: it takes no such arguments or no parameters,
+    or would not train alike in every layout and after a checkpoint."""
     make = partial(made, **(thaw(arguments) | {"lr": _LR}))
     needs, why = dict[int, OptimizerNeeds](), dict[int, str]()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():

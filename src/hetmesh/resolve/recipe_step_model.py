@@ -15,20 +15,6 @@ from hetmesh.resolve.modules import Shapes
 from hetmesh.simulate import StepModel
 
 
-def named_step_model(
-    recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine: str | None, profile: str | None
-) -> StepModel:
-    """`recipe_step_model` with the machine and the profile that a command names.
-
-    Args:
-        machine: a name or TOML file; None: `[metrics] machine`, else a CPU.
-        profile: a file of `hetmesh profile`; None: `[profiling] profile`.
-    """
-    fitted = profile or recipe.profiling.profile
-    found = Profile.load(fitted) if fitted else None
-    return recipe_step_model(recipe, graph, shapes, load_machine(machine) if machine else None, found)
-
-
 def agreed_step_model(
     recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine_name: str | None = None
 ) -> StepModel | None:

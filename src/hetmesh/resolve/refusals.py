@@ -72,10 +72,7 @@ def check_recipe(
 
 def check_run(recipe: Recipe) -> None:
     """Check what a run of `recipe` needs and no other verb: loggers and the files of its `[metrics]` and `[profiling]`.
-
-    Raises:
-        RecipeError: all that is wrong, a line each.
-    """
+    Raises RecipeError: all that is wrong, a line each."""
     refusals, keys = Refusals(), recipe.checkpoint
     try:
         check_folder(recipe)

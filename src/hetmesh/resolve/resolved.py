@@ -7,14 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy as np
+
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders, led_modules
-from hetmesh.cost import Profile, Work
+from hetmesh.cost import Profile, Work, load_machine
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
+from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Payloads
 from hetmesh.data.recipe_sources import recipe_source
+from hetmesh.data.sample_order import GIVEN, SHUFFLED, TOKENS, EpochOrder, PhasedOrder, SampleOrder
 from hetmesh.data.source import Source
 from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals, SampleError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
@@ -31,15 +35,18 @@ from hetmesh.recipe.hf_path import check_placeholders
 from hetmesh.recipe.module_options import module_options, packs, token_assignment, token_axes
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Balance
+from hetmesh.resolve.deferral import DeferralChoice, choose_deferral
 from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
-from hetmesh.resolve.recipe_step_model import agreed_step_model, named_step_model
+from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import StepSchedules, check_schedule, schedule_options
 from hetmesh.resolve.splits import TYPICAL, Typical, module_splits
 from hetmesh.resolve.typical_work import typical_work
 from hetmesh.simulate import StepModel
 from hetmesh.simulate.replay import StepReplay
+
+_AT_ONCE = 4096  # samples whose metadata are read
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +88,8 @@ class ResolvedRecipe:
             self.recipe.batch.global_batch_size,
             self.expander,
             seed=self.recipe.debug.seed,
+            shuffle=self.recipe.data.order == SHUFFLED,
+            order=self.order,
             payloads=payloads,
             skip=self.recipe.data.on_bad_sample == "skip",
         )
@@ -90,6 +99,28 @@ class ResolvedRecipe:
         """Of the contents of `[profiling] profile`; empty without one."""
         path = self.recipe.profiling.profile
         return Profile.load(path).digest if path else ""
+
+    @cached_property
+    def order(self) -> SampleOrder:
+        """Of the training samples.
+
+        Raises:
+            SampleError: with a curriculum, the metadata of a sample cannot be read.
+        """
+        keys, seed, size = self.recipe.data, self.recipe.debug.seed, self.recipe.batch.global_batch_size
+        if keys.phases:
+            assert isinstance(self.source, MixtureSource)
+            phases = {phase.start_step: phase.weights for phase in keys.phases}
+            return PhasedOrder(self.source, phases, size, seed, shuffle=keys.order == SHUFFLED)
+        if keys.order in (SHUFFLED, GIVEN):
+            return EpochOrder(len(self.source), seed, shuffle=keys.order == SHUFFLED)
+        loader = Loader(self.source, 1, self.expander, skip=keys.on_bad_sample == "skip")
+        runs = (range(i, min(i + _AT_ONCE, len(self.source))) for i in range(0, len(self.source), _AT_ONCE))
+        each = [
+            metas.tokens if keys.order in (TOKENS, self.recipe.sink) else metas.rows_of(keys.order)
+            for metas in (loader.drawn(run).metas for run in runs)
+        ]
+        return EpochOrder(len(self.source), seed, key=np.concatenate(each), name=keys.order)
 
     @cached_property
     def costs(self) -> dict[str, SampleCosts]:
@@ -118,8 +149,8 @@ class ResolvedRecipe:
         """How batches are balanced."""
         keys = self.recipe.balance
         if keys.policy == "none":
-            return balance_options(keys, None)
-        return balance_options(keys, self.costs, self.lengths)
+            return balance_options(keys, None, False, None)
+        return balance_options(keys, self.costs, self.deferral.on, self.lengths)
 
     @cached_property
     def lengths(self) -> StepReplay | None:
@@ -134,6 +165,16 @@ class ResolvedRecipe:
         shares = tuple((name, model.stage_shares(name, self.typical.get(name, TYPICAL))) for name in cut if model)
         return StepReplay(self.graph, self.recipe.schedule, schedule_options(self.recipe), shares)
 
+    @cached_property
+    def deferral(self) -> DeferralChoice:
+        """Whether samples are deferred, for all of the run."""
+        without = balance_options(self.recipe.balance, self.costs, False, self.lengths)
+        return choose_deferral(self.recipe, self.graph, self.shapes, self.loader(), without)
+
+    def keep_deferral(self, choice: DeferralChoice) -> None:
+        """Defer as a run that goes on has done, whatever would be decided now; before its first batch is balanced."""
+        self.__dict__["deferral"] = choice
+
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
         return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
@@ -145,8 +186,16 @@ class ResolvedRecipe:
         return StepSchedules(self.recipe, self.graph, model)
 
     def step_model(self, machine: str | None = None, profile: str | None = None) -> StepModel:
-        """`named_step_model` of the recipe."""
-        return named_step_model(self.recipe, self.graph, self.shapes, machine, profile)
+        """`recipe_step_model` with the machine and the profile that a command names.
+
+        Args:
+            machine: a name or TOML file; None: `[metrics] machine`, else a CPU.
+            profile: a file of `hetmesh profile`; None: `[profiling] profile`.
+        """
+        fitted = profile or self.recipe.profiling.profile
+        found = Profile.load(fitted) if fitted else None
+        device = load_machine(machine) if machine else None
+        return recipe_step_model(self.recipe, self.graph, self.shapes, device, found)
 
 
 def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
@@ -255,12 +304,8 @@ def _typical(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source) ->
 
 
 def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typical: Typical) -> ModuleGraph:
-    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs.
-
-    Raises:
-        RecipeError: of every module that cannot be split, or not so, and of every side output that nobody takes, with
-            the key.
-    """
+    """The graph of the recipe's modules on their meshes, with layers, stages and side outputs. Raises RecipeError: of
+    every module that cannot be split, or not so, and of every side output that nobody takes, with the key."""
     refusals = Refusals()
     boundaries: tuple[BoundarySpec, ...] = ()
     with refusals.collect():
@@ -322,14 +367,10 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
 
 
 def balance_options(
-    keys: Balance, costs: Mapping[str, SampleCosts] | None, lengths: StepReplay | None = None
+    keys: Balance, costs: Mapping[str, SampleCosts] | None, deferral: bool, lengths: StepReplay | None
 ) -> BalanceOptions:
-    """How batches are balanced.
-
-    Args:
-        costs: what samples cost the modules; None where `balance.policy = "none"`, which has no use for most keys.
-        lengths: what steps take.
-    """
+    """How batches are balanced. `costs`: what samples cost the modules; None where `balance.policy = "none"`, which has
+    no use for most keys. `deferral`: whether samples are deferred. `lengths`: what steps take."""
     if costs is None:
         return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
     return BalanceOptions(
@@ -338,7 +379,8 @@ def balance_options(
         keys.max_tokens,
         keys.microbatch_sizes,
         free=keys.microbatches == "free",
-        deferral=keys.deferral,
+        deferral=deferral,
+        split_deferred=keys.split_deferred_backward,
         microbatch_shares=keys.microbatch_shares,
         lengths=lengths,
     )

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from hetmesh.data.loader import VALIDATION, Loader
+from hetmesh.data.loader import VALIDATION
 from hetmesh.data.payloads import SplitSources
 from hetmesh.data.recipe_sources import split_sources
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.resolved import ResolvedRecipe
 
 MAX_SAMPLES_CHECKED = 4096
 """Samples of a split whose files are looked up: each record is read, none of its files opened."""
@@ -98,7 +99,7 @@ def check_media_files(recipe: Recipe, source: Source, order: Iterable[int], spli
     return [*notes, f"{problem} (data.on_bad_sample = 'skip' leaves them out)"]
 
 
-def in_order_of_training(recipe: Recipe, source: Source) -> Iterator[int]:
+def in_order_of_training(resolved: ResolvedRecipe) -> Iterator[int]:
     """Indices of the samples of all steps of a run that begins anew."""
-    loader = Loader(source, recipe.batch.global_batch_size, seed=recipe.debug.seed)
-    return (index for step in range(recipe.training.steps) for index in loader.indices(step))
+    loader = resolved.loader()
+    return (index for step in range(resolved.recipe.training.steps) for index in loader.indices(step))

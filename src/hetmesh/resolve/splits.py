@@ -63,11 +63,8 @@ class Typical:
 
 
 def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, typical: Typical) -> Splits:
-    """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices.
-
-    Raises:
-        RecipeError: it cannot be split, or not into that many stages, with the key.
-    """
+    """The stages of module `name`; under bubble_fill those of an encoder on the LLM's ranks are its slices. Raises
+    RecipeError: it cannot be split, or not into that many stages, with the key."""
     owner, table, options = recipe.wiring.tables[name], layout_table(recipe, name), module_options(recipe, name)
     key, pp = f"parallelism.{owner}", recipe.wiring.meshes[name].axis_size("pp")
     if owner != name:  # it takes the mesh of its consumer's first stage, and is not split

@@ -4,5 +4,3 @@ from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes, SpanBytes
 from hetmesh.runtime.runtime import Recording, Reducer, Runtime
 from hetmesh.runtime.step_runner import Loss, Observe, edge_name
-
-__all__ = ["LiveBytes", "LoadBatch", "Loss", "Observe", "Recording", "Reducer", "Runtime", "SpanBytes", "edge_name"]

@@ -51,7 +51,6 @@ class Runtime:
             a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
-        transport: how boundary transfers are carried; see `hetmesh.boundary.transport`.
         seed: of everything random; see `hetmesh.parallel.random_state`.
         finish: called after the last action of a training step, when all gradients of this rank's stages are summed
             over their lanes.
@@ -76,14 +75,12 @@ class Runtime:
         *,
         reducers: Mapping[Stage, Reducer],
         loss: Loss,
-        transport: str = "auto",
         seed: int = 0,
         finish: Callable[[], None] | None = None,
         whole: Mapping[Stage, WholeInStep | ComputeCopies] = MappingProxyType({}),
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.transport = reducers, loss, transport
-        self.finish, self.whole = finish, whole
+        self.reducers, self.loss, self.finish, self.whole = reducers, loss, finish, whole
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = world.accelerator.random_module
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
@@ -96,7 +93,7 @@ class Runtime:
         channels = job_channels(graph) if world.backend.by_order else None
         if channels is not None:
             world.open(channels.all)
-        for ranks in edge_groups(stage_graph(graph), transport, world.link, channels):
+        for ranks in edge_groups(stage_graph(graph), world.link, channels):
             world.group(ranks)
         self.channels = {} if channels is None else channels.of_edge
 

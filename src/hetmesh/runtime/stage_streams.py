@@ -38,7 +38,7 @@ class StageStreams:
         """A context in which `action` is queued."""
         target = action.target
         stage = target if isinstance(target, Stage) else self._end(target, action.kind)
-        return self._on(stage)
+        return self.accelerator.on(self._side) if stage in self._beside else nullcontext()
 
     def sending(self, route: Route, rows: Tensor) -> None:
         """`rows` are about to start along `route`, on the stream of its source."""
@@ -79,9 +79,6 @@ class StageStreams:
 
     def _stream(self, stage: Stage) -> Stream | None:
         return self._side if stage in self._beside else self._own
-
-    def _on(self, stage: Stage) -> AbstractContextManager[object]:
-        return self.accelerator.on(self._side) if stage in self._beside else nullcontext()
 
     def _reached(self) -> Event:
         event = self.accelerator.event()

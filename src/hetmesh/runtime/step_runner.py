@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -59,7 +59,9 @@ class StepRunner:
         self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
-        self.batches = BatchesAhead(load_batch, accelerator, forwards(self.actions), runtime.copying)
+        done = (action for action in self.actions if action.kind is Kind.FORWARD)
+        forwards = ((action.target, action.microbatch) for action in done if isinstance(action.target, Stage))
+        self.batches = BatchesAhead(load_batch, accelerator, forwards, runtime.copying)
         of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
         for stage, whole in runtime.whole.items():
             whole.begin(of_stages[stage])
@@ -222,7 +224,6 @@ class StepRunner:
                 local,
                 runtime.graph[along.edge.source.module].options.row_dtype,
                 transfer_label(along, forward),
-                transport=runtime.transport,
                 tag=2 * len(self.forward_edges) * (route.source * self.schedule.routes.most + route.destination)
                 + self.tags[edge],
                 group=runtime.world.channel(runtime.channels.get(along.edge)),
@@ -280,13 +281,6 @@ def activations_on_host(parameters: Iterable[nn.Parameter], accelerator: Acceler
         return host.to(device, non_blocking=accelerator.asynchronous)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def forwards(actions: Iterable[Action]) -> Iterator[tuple[Stage, int]]:
-    """The forwards among `actions`, in order: stages and microbatches."""
-    for action in actions:
-        if action.kind is Kind.FORWARD and isinstance(action.target, Stage):
-            yield action.target, action.microbatch
 
 
 def transfer_label(route: Route, forward: bool) -> Label:

@@ -1,15 +1,7 @@
 """EmulatedNccl: a backend with NCCL's rules on CPU processes, so that what would hang or be wrong on GPUs fails here.
 
-Messages go through gloo and collectives too; order, communicators, and what is there when, are NCCL's:
-
-* No tags: one queue per process and communicator, carried out batch by batch, in the order of posting. A batch is over
-  when both sides have reached it. Both sides say which message they mean: a crossed order is found and named.
-* The first batch on a group that nobody connected is a rendezvous of all its ranks; those that do not come are named.
-* What a batch brings is not there before a wait. Buffers in flight hold NaN, and in a step no operation may touch them.
-* `wait()` does not block the host: the first operation after it that touches the buffer does, as a stream would.
-  `wait(timeout)` blocks, and is counted.
-* Several communicators are launched in orders that agree on all ranks (`stuck`), seen at the end of a step.
-* A work that nobody waits for is an error at the end of the step; its time counts from posting.
+Messages go through gloo and collectives too; order, communicators, and what is there when, are NCCL's: README.md lists
+the rules, and how a breach of each shows.
 """
 
 from __future__ import annotations
@@ -66,9 +58,6 @@ class EmulatedNccl(Nccl):
         seed: of the delays.
         chooses_as: the backend whose costs and abilities count where transports are chosen: with "gloo" nearly all
             goes by messages.
-
-    Attributes:
-        counts: what happened.
     """
 
     name: str = "gloo"

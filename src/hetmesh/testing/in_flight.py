@@ -39,7 +39,6 @@ class InFlightWork(Protocol):
 
     def deliver(self) -> None:
         """Block until it is over and put what came in place."""
-        ...
 
 
 @dataclass(eq=False)
@@ -53,11 +52,7 @@ class _Region:
 
 
 class InFlight(TorchDispatchMode):
-    """See above. Enter it around a step.
-
-    Attributes:
-        watching: whether it is entered.
-    """
+    """See above. Enter it around a step; `watching`: whether it is entered."""
 
     def __init__(self) -> None:
         super().__init__()

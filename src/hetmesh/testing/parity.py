@@ -287,9 +287,8 @@ def is_split(adapters: Mapping[str, Adapter]) -> bool:
 def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
     """Check the outcomes of all ranks, every replica, against the reference.
 
-    The error of a tensor is the norm of the difference over max(its norm, floor x the norm of all its module's): some
-    gradients are mathematically zero, where a bare relative error is noise. The floor is 1e-3 in fp64 and 1e-2 in fp32,
-    where such a gradient is rounding, about 6e-8 of its module's: over 1e-3 of it that alone would be 6e-5.
+    The error of a tensor is the norm of the difference over max(its norm, floor x the norm of all its module's), with
+    the floor 1e-3 in fp64 and 1e-2 in fp32 (README.md says why).
 
     Returns:
         The largest error.

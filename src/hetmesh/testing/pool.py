@@ -1,8 +1,7 @@
 """WorkerPool: persistent gloo processes that run functions for tests, and are rebuilt after any failure.
 
 Starting torch.distributed costs seconds, a message to a running worker a millisecond: so a test session shares one
-pool. A failure poisons gloo (a half-done collective leaves bytes on the wire), so after any failure every worker is
-killed, and the next `run` starts new ones. Nothing here sleeps: the parent waits on pipes and process sentinels.
+pool. A half-done collective leaves bytes on the wire, so after any failure all workers are killed and started anew.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,16 @@ from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.initial_load import load_initial_weights
 from hetmesh.checkpoint.resume import (
     ADVICE,
+    LAYOUT,
     RunState,
     changes,
     check_changes,
-    check_configs,
-    check_model,
     configs,
     described,
     run_state,
 )
 from hetmesh.errors import RecipeError
-from hetmesh.records.reporter import Reporter
+from hetmesh.resolve.deferral import DeferralChoice
 from hetmesh.resolve.directories import References, check_references, referenced, references
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.job import Job
@@ -85,10 +83,6 @@ class RunCheckpoints:
         with self.job.expert_placement.in_expert_order(self.optimizers):
             self.checkpointer.save(progress.step, self.job.root, self.optimizers, state, frozen)
 
-    def report_to(self, reporter: Reporter) -> None:
-        """Report each checkpoint when it is complete."""
-        self.checkpointer.on_saved = partial(reporter.saved, asynchronous=self.checkpointer.asynchronous)
-
     def export(self, step: int, export: Export) -> list[str]:
         """Export a checkpoint as a directory that transformers loads; returns what to print. Collective."""
         path, lines = self.checkpointer.folder / f"step-{step}", list[str]()
@@ -114,6 +108,8 @@ class RunCheckpoints:
             if step is not None and saved.profile != job.resolved.profile_digest:
                 changed["profiling.profile"] = saved.profile or None, job.resolved.profile_digest or None
             check_changes(changed, path)
+            if saved.deferral and not any(key.startswith(LAYOUT) for key in changed):
+                job.resolved.keep_deferral(DeferralChoice(**saved.deferral))
             if keys.initial_load_path and step is None:  # a resumed run has its own weights
                 load_initial_weights(job.world, job.root, Path(keys.initial_load_path), keys.exclude_from_loading)
             now = references(recipe, dict.fromkeys([*own, *saved.references]), job.world)
@@ -128,8 +124,7 @@ class RunCheckpoints:
             except RecipeError as error:
                 hint = f"; keys that have changed: {differing}; {ADVICE}" if changed else ""
                 raise RecipeError(f"{error}{hint}") from error
-        check_model(changed, path)
-        check_configs(saved.configs, self.configs, path)
+        saved.check_model(recipe, self.configs, path)
         notes = [f"note: {note}" for note in job.loader.load_state_dict(loaded)]
         if held := sorted({*own} - saved.references.keys()):  # maybe other weights than the directory
             notes.append(f'checkpoint.frozen = "reference": {path} holds {", ".join(held)}, and so do later ones')
@@ -155,6 +150,7 @@ class RunCheckpoints:
             experts=job.expert_placement.state(),
             configs=self.configs,
             profile=job.resolved.profile_digest,
+            deferral=asdict(job.resolved.deferral),
         )
         with job.world.watchdog.watching("a look at samples all over the data source", self.checkpointer.timeout):
             return {**job.loader.state_dict(), "run": run}

@@ -1,8 +1,7 @@
 """Evaluation on held-out samples, on the layout that trains: which answers are right, whole and per kind.
 
-It is teacher-forced: each token is guessed after the true ones before it. An answer of which every token is right that
-way is the one that greedy decoding gives, and only that; of a wrong one, what is behind its first mistake is not what
-the model would say by itself (`validation.py`).
+It is teacher-forced: each token is guessed after the true ones before it. What is behind the first mistake of an
+answer is not what the model would say by itself (`validation.py`).
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from hetmesh.parallel.apply import Root
 from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fsdp_log import log_collectives
 from hetmesh.parallel.fully_shard import WholeInStep
+from hetmesh.parallel.gradient_axes import fully_shard_axes, is_first
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.resolved import ResolvedRecipe
@@ -45,7 +46,7 @@ from hetmesh.schedule import Schedule
 from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
-from hetmesh.training.gradients import GlobalGradients, counted
+from hetmesh.training.gradients import counted
 from hetmesh.training.loss import CheckedLoss, CustomLoss, cross_entropy_of
 from hetmesh.training.non_finite import NonFiniteSteps
 from hetmesh.training.step import StepResult, TrainingStep
@@ -116,7 +117,7 @@ class Job:
                 dense,
                 abilities.gathered_whole,
             )
-            device = "cpu" if graph[name].options.cpu_offload and parallel.fully_sharded else world.device
+            device = "cpu" if graph[name].options.cpu_offload and fully_shard_axes(spec) else world.device
             if world.accelerator.computes:
                 fill_module(recipe, adapters[name], name, deferred, device, roots=parallel.stages)
             else:
@@ -187,10 +188,6 @@ class Job:
         torch takes them with `foreach=False`, since they lie on several meshes."""
         return list(self.root.parameters())
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this rank's modules by name: `llm.model.norm.weight`."""
-        return dict(self.root.named_parameters())
-
     def forward_backward(self, max_norm: float = 0.0) -> StepResult:
         """One step but for the optimizer's: draw the next global batch, run forward and backward of all modules, and
         leave the gradient of the loss per target in `.grad` of every parameter, in place of what is there. Collective
@@ -209,17 +206,7 @@ class Job:
     @cached_property
     def training_step(self) -> TrainingStep:
         """Takes its steps."""
-        return TrainingStep(
-            self.upcoming,
-            self.runtime,
-            GlobalGradients(self.runtime, self.parameters(), self.counted),
-            self.root,
-            self.counts_loss,
-            self.first_steps,
-            self.non_finite,
-            self.recipe.training.seq_len,
-            self.recipe.data.on_bad_sample == "skip",
-        )
+        return TrainingStep(self)
 
     def plan_step(self, number: int) -> PlannedStep:
         """Everything about step `number` (from 0) that needs no payload and no other rank. A pure function of the run.
@@ -261,12 +248,8 @@ class Job:
     @cached_property
     def counted(self) -> list[nn.Parameter]:
         """The parameters that this rank counts in the norm of all gradients."""
-        return counted(self.parallel.values(), self.world.rank, self.counted_elsewhere)
-
-    @property
-    def counted_elsewhere(self) -> frozenset[int]:
-        """Ids of the parameters whose first copy another stage holds."""
-        return frozenset(id(copy.parameter) for copy in self.tied if not copy.first)
+        elsewhere = {id(copy.parameter) for copy in self.tied if not copy.first}
+        return counted(self.parallel.values(), self.world.rank, elsewhere)
 
     def check_replicas(self, step: int) -> None:
         """Raise ReplicaError on all ranks if replicas of a parameter are not equal after `step` steps. Collective."""
@@ -287,11 +270,7 @@ class Job:
     @property
     def counts_loss(self) -> bool:
         """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
-        mesh = self.graph.sink.stage_mesh(-1).merge(LANE_AXES, "lane")
-        coordinate = mesh.coordinate(self.world.rank)
-        return coordinate is not None and all(
-            c == 0 for axis, c in zip(mesh.axes, coordinate, strict=True) if axis not in ("lane", "cp")
-        )
+        return is_first(self.graph.sink.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
 
 
 def _check_profile(resolved: ResolvedRecipe, world: World) -> None:

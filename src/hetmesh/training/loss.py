@@ -13,7 +13,7 @@ from hetmesh.errors import LossError
 from hetmesh.parallel import ParallelModule
 
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""a custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
+"""A custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
 `batch["targets"]` are the true tokens -> the SUM over these targets, a scalar; a connected 0 without any. It runs on
 every rank that computes logits, in every microbatch."""
 
@@ -37,7 +37,7 @@ def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[s
 
 
 class CheckedLoss:
-    """a custom loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
+    """A custom loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
     are in.
 
     Raises:

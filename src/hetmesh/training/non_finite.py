@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hetmesh.boundary import World
+from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_gradient
 from hetmesh.parallel.gradient_sums import local_part
@@ -72,9 +72,7 @@ def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World)
         root: the modules of this rank, by name.
         loss_sum: of this rank.
     """
-    everyone: list[list[str]] = [[] for _ in range(world.size)]
-    with world.waiting("names of modules whose gradients are not finite"):
-        dist.all_gather_object(everyone, _found(root, loss_sum), group=world.group(range(world.size)))
+    everyone = gather_objects(_found(root, loss_sum), world, "names of modules whose gradients are not finite")
     ranks: dict[str, list[int]] = {}
     for rank, found in enumerate(everyone):
         for what in found:

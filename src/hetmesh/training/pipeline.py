@@ -10,13 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hetmesh.balance import BatchPlan, plan_batch
 from hetmesh.boundary import World
-from hetmesh.boundary.world import reduce_over_ranks
+from hetmesh.boundary.world import gather_objects, reduce_over_ranks
 from hetmesh.errors import BoundaryError, GraphError, HetmeshError
 from hetmesh.graph import (
     LANE_AXES,
@@ -41,6 +40,7 @@ from hetmesh.parallel import (
     user_parallel_module,
 )
 from hetmesh.parallel.fully_shard import sharded_modules
+from hetmesh.parallel.gradient_axes import is_first
 from hetmesh.recipe.section import schedule_name
 from hetmesh.runtime import Runtime
 from hetmesh.schedule import POLICIES, Schedule
@@ -228,13 +228,7 @@ class Pipeline:
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
             for each in sharded_modules(module.module):
                 each.reshard()
-        sink = self.graph.sink
-        first = all(
-            c == 0
-            for axis, c in zip(sink.mesh.axes, sink.mesh.coordinate(rank) or (1,) * sink.mesh.ndim, strict=True)
-            if axis not in LANE_AXES
-        )
-        return mine if first and rank in sink.mesh else 0.0
+        return mine if is_first(self.graph.sink.mesh, rank, LANE_AXES) else 0.0
 
     def _plan(self, samples: int, training: bool) -> tuple[BatchPlan, Schedule]:
         rows = {name: math.prod(part.output[:-1]) for name, part in self.parts.items()}
@@ -250,9 +244,7 @@ class Pipeline:
         except HetmeshError as own:
             error = own
         described = {name: described_parameters(each.module, sums) for name, each in found.items()}
-        told: list[Any] = [None] * self.world.size
-        with self.world.waiting("whether every rank has its parts"):
-            dist.all_gather_object(told, (error, described), group=self.world.group(range(self.world.size)))
+        told = gather_objects((error, described), self.world, "whether every rank has its parts")
         if first := next((each for each, _ in told if each is not None), None):
             raise first
         check_equal_parameters([each for _, each in told])

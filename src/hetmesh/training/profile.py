@@ -209,7 +209,7 @@ def _recorded(
     for kind, (args, kwargs) in given.items():
         layer = layers[kind]
         head = layer.on_targets and layer.name == HEAD
-        finish = (lambda logits: sum_cross_entropy(logits, batch)) if head else _unchanged
+        finish = (lambda logits: sum_cross_entropy(logits, batch)) if head else (lambda output: output)
         rows = work.targets if layer.on_targets else work.rows
         if rows:
             pairs = work.pairs if layer.attention_width else 0
@@ -225,10 +225,6 @@ def _clock(device: torch.device) -> float:
         return time.thread_time()
     torch.accelerator.synchronize(device)
     return time.perf_counter()
-
-
-def _unchanged(output: Tensor) -> Tensor:
-    return output
 
 
 def _measure_all(calls: Sequence[_Call], seconds: float) -> None:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from hetmesh.balance import BatchPlan
+from hetmesh.boundary.world import gather_objects
 from hetmesh.cost import Profile
 from hetmesh.errors import HetmeshError
 from hetmesh.files import write_json
 from hetmesh.records.dump_folder import TIMELINE_FILE
-from hetmesh.runtime import Recording
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import Timeline, simulate
 from hetmesh.training.job import Job
@@ -59,21 +59,20 @@ class StepRecorder:
         computed = self._computed_at + world.log.agreeing_s
         world.accelerator.synchronize()  # the optimizer's work is queued by now, and not done
         recording, runtime.recording = runtime.recording or [], None
+        places = {action: i for i, action in enumerate(schedule.actions)}
+        recorded = [(places[action], start - self.zero, stop - self.zero) for action, start, stop in recording]
         inside = [(gathers, start - self.zero, stop - self.zero) for gathers, start, stop in runtime.collectives]
-        update = computed - self.zero, time.perf_counter() - self.zero
-        mine = _by_index(recording, schedule, self.zero), update, inside
-        everyone: list[Any] = [None] * world.size
-        with world.waiting("recordings of all ranks"):
-            dist.all_gather_object(everyone, mine, group=world.group(range(world.size)))
+        mine = recorded, (computed - self.zero, time.perf_counter() - self.zero), inside
+        everyone = gather_objects(mine, world, "recordings of all ranks")
         if world.rank:
             return
-        actions = schedule.actions
         records = {
-            rank: [(actions[i], start, stop) for i, start, stop in recorded]
-            for rank, (recorded, *_) in enumerate(everyone)
+            rank: [(schedule.actions[i], start, stop) for i, start, stop in own]
+            for rank, (own, *_) in enumerate(everyone)
             if rank in self.job.graph.ranks
         }
-        optimizer, collectives = ({rank: everyone[rank][i] for rank in records} for i in (1, 2))
+        optimizer = {rank: everyone[rank][1] for rank in records}
+        collectives = {rank: everyone[rank][2] for rank in records}
         out: dict[str, Any] = {
             "step": planned.number + 1,
             "measured": Timeline.recorded(schedule, records, optimizer=optimizer, collectives=collectives).as_json(),
@@ -92,9 +91,3 @@ class StepRecorder:
         except Exception:  # steps are recorded by default: no prediction is worth a run
             logger.warning("the recorded step could not be predicted; training goes on", exc_info=True)
             return None
-
-
-def _by_index(recording: Recording, schedule: Schedule, zero: float) -> list[tuple[int, float, float]]:
-    """A recording by index into the schedule's actions, in seconds since `zero`."""
-    places = {action: i for i, action in enumerate(schedule.actions)}
-    return [(places[action], start - zero, stop - zero) for action, start, stop in recording]

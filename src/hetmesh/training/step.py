@@ -6,16 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hetmesh.data.drawn import describe_without_targets
 from hetmesh.errors import SampleError
-from hetmesh.parallel.apply import Root
-from hetmesh.runtime import Runtime
-from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import GlobalGradients
-from hetmesh.training.non_finite import NonFiniteSteps, describe_non_finite
+from hetmesh.training.non_finite import describe_non_finite
 from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
-from hetmesh.training.upcoming import PlannedStep, Upcoming
+from hetmesh.training.upcoming import PlannedStep
+
+if TYPE_CHECKING:
+    from hetmesh.training.job import Job
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,11 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
-@dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """Takes the steps of a job: `draw`, then `run`.
+    """Takes the steps of a job: `draw`, then `run`."""
 
-    Attributes:
-        root: the modules of this rank, by name.
-        counts_loss: whether the loss that this rank computes counts: it is the first of its replicas.
-        seq_len: `[training] seq_len`, which error messages name.
-        skip_unreadable: leave samples out that cannot be read; otherwise they are errors.
-    """
-
-    upcoming: Upcoming
-    runtime: Runtime
-    gradients: GlobalGradients
-    root: Root
-    counts_loss: bool
-    first_steps: FirstSteps
-    non_finite: NonFiniteSteps
-    seq_len: int
-    skip_unreadable: bool
+    def __init__(self, job: Job) -> None:
+        self.job, self.gradients = job, GlobalGradients(job.runtime, job.parameters(), job.counted)
 
     def draw(self) -> PlannedStep:
         """The next step of the job. Collective where samples may be skipped.
@@ -76,10 +62,10 @@ class TrainingStep:
         Raises:
             SampleError: a sample's metadata is malformed, or could be read on some ranks only.
         """
-        world = self.runtime.world
-        with world.watchdog.watching(f"metadata of the samples of step {self.upcoming.number + 1}"):
-            planned = self.upcoming.take()
-        if not self.skip_unreadable:
+        world, upcoming = self.job.world, self.job.upcoming
+        with world.watchdog.watching(f"metadata of the samples of step {upcoming.number + 1}"):
+            planned = upcoming.take()
+        if self.job.recipe.data.on_bad_sample != "skip":
             return planned
         plan, unreadable = leave_out_unreadable(planned.feed, world)
         return replace(planned, plan=plan, unreadable=unreadable)
@@ -97,11 +83,11 @@ class TrainingStep:
             SampleError: a sample cannot be read, or no sample of the batch has a target.
             NonFiniteError: as `NonFiniteSteps.skip`. On all ranks.
         """
-        step, targets = planned.number + 1, planned.plan.num_targets
+        job, step, targets = self.job, planned.number + 1, planned.plan.num_targets
         if not targets:
             raise self._nothing_to_learn(planned)
         self.gradients.clear()
-        rank_loss = self.runtime.run(
+        rank_loss = job.runtime.run(
             planned.schedule,
             planned.plan,
             planned.feed,
@@ -110,18 +96,18 @@ class TrainingStep:
             settled=False,
         )
         stop = computed()
-        loss_sum = rank_loss if self.counts_loss else 0.0
+        loss_sum = rank_loss if job.counts_loss else 0.0
         total, norm, stop = self.gradients.settle(loss_sum, stop)
         counts = targets, len(planned.drawn), len(planned.unreadable), len(planned.without_target)
         result = StepResult(step, total / targets, norm / targets, *counts, stop_requested=stop)
         if result.finite:  # equal on all ranks, so all do the same
-            self.non_finite.finite()
-            self.first_steps.check()
+            job.non_finite.finite()
+            job.first_steps.check()
             self.gradients.normalise(targets, result.grad_norm, max_norm)
             return result
-        where = describe_non_finite(self.root, loss_sum, self.runtime.world)
+        where = describe_non_finite(job.root, loss_sum, job.world)
         values = f"(loss {result.loss:.4g}, grad norm {result.grad_norm:.4g})"
-        return replace(result, skipped=self.non_finite.skip(f"step {step}: {where} are not finite {values}"))
+        return replace(result, skipped=job.non_finite.skip(f"step {step}: {where} are not finite {values}"))
 
     def _nothing_to_learn(self, planned: PlannedStep) -> SampleError:
         step, drawn, reasons = planned.number + 1, planned.drawn, list(planned.unreadable.values())
@@ -130,5 +116,5 @@ class TrainingStep:
                 f"step {step}: no sample of the global batch can be read: {describe_unreadable(reasons)}, or take a "
                 f"larger batch: training.global_batch_size is {len(drawn)}"
             )
-        text = describe_without_targets(drawn, planned.without_target, self.seq_len)
+        text = describe_without_targets(drawn, planned.without_target, self.job.recipe.training.seq_len)
         return SampleError(f"step {step}: no sample of the global batch has a target token: {text}")

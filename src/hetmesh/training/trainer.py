@@ -6,6 +6,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.samples import held_out_source
 from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
-from hetmesh.training.environment import choose_kernels, open_payloads, world_for
+from hetmesh.training.environment import choose_kernels
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLoss
@@ -37,38 +38,6 @@ from hetmesh.training.upcoming import PlannedStep
 from hetmesh.training.validation import RunValidation
 
 
-def train(
-    recipe: Recipe,
-    resolved: ResolvedRecipe | None = None,
-    *,
-    loss: CustomLoss | None = None,
-    on_step: OnStep | None = None,
-    export: Export | None = None,
-) -> dict[str, Any]:
-    """Train what `recipe` describes; every rank of the job calls it.
-
-    A World that `hetmesh.init` has made is used, and left open.
-
-    Args:
-        resolved: the recipe, if this process has resolved it already.
-        loss: summed over targets; None: cross-entropy.
-        on_step: called after each step, with its metrics.
-        export: what `checkpoint.last_save_in_hf` calls on rank 0 (`hetmesh.export.export.export_last`).
-
-    Returns:
-        The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
-
-    Raises:
-        LossError: `loss` is not a sum over targets.
-        NonFiniteError: a loss or gradient is not finite, and `[training] on_non_finite` says stop.
-        RecipeError, SampleError, OutputError: the recipe, a sample or a file is not valid.
-        Stopped: SIGTERM or SIGINT came to a rank; the step that ran then is finished and saved.
-    """
-    # Before anything has a thread: workers that load samples are forked from here.
-    with open_payloads(recipe) as payloads, world_for(recipe) as world:
-        return train_in(world, recipe, payloads, resolved, loss=loss, on_step=on_step, export=export)
-
-
 def train_in(
     world: World,
     recipe: Recipe,
@@ -79,7 +48,22 @@ def train_in(
     on_step: OnStep | None = None,
     export: Export | None = None,
 ) -> dict[str, Any]:
-    """`train` in a World."""
+    """Train what `recipe` describes; every rank of the job calls it.
+
+    Args:
+        payloads: where samples are loaded (`environment.open_payloads`).
+        resolved: the recipe, if this process has resolved it already.
+        loss: summed over targets; None: cross-entropy.
+        on_step: called after each step, with its metrics.
+        export: what `checkpoint.last_save_in_hf` calls on rank 0 (`hetmesh.export.export.export_last`).
+
+    Returns:
+        The summary of the run, equal on all ranks; rank 0 has written it to summary.json.
+
+    Raises:
+        LossError, NonFiniteError, RecipeError, SampleError, OutputError: see `hetmesh.train`.
+        Stopped: SIGTERM or SIGINT came to a rank; the step that ran then is finished and saved.
+    """
     folder = claim_folder(recipe, world)
     if folder.summary is not None:
         if world.rank == 0:
@@ -101,7 +85,7 @@ class Trainer:
     Args:
         folder: from `claim_folder`; None claims one.
         payloads: where samples are loaded; None: on this rank, when they are needed.
-        loss, on_step, export: see `train`.
+        loss, on_step, export: see `train_in`.
     """
 
     def __init__(
@@ -144,7 +128,9 @@ class Trainer:
         self.checkpointer = self.checkpoints.checkpointer
         progress = self.checkpoints.start_or_resume(self.claimed.step)
         self.step, self.loss, self.samples_skipped = progress.step, progress.loss, progress.samples_skipped
-        self.notes = [*self.claimed.describe(), *progress.notes]
+        deferral = resolved.deferral  # decided before the first batch is balanced
+        compared = [] if deferral.saved is None else [f"deferral is {deferral}"]
+        self.notes = [*self.claimed.describe(), *progress.notes, *compared]
         self.upcoming = self.job.upcoming
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
@@ -161,13 +147,14 @@ class Trainer:
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
         )
-        self.checkpoints.report_to(self.reporter)
+        self.checkpointer.on_saved = partial(self.reporter.saved, asynchronous=self.checkpointer.asynchronous)
         self.reporter.started(
             self.step,
             ranks=world.size,
             device=device_name(world.device),
             built_s=round(time.perf_counter() - self.began, 3),
             changed=progress.changed or None,
+            deferral=str(deferral),
             redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)

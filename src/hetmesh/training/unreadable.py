@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
+from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import SampleError
 from hetmesh.training.feed import Feed
 
@@ -43,9 +43,8 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
     known[list(drawn.unreadable)] = True
     here[list(mine)] = True
     votes = torch.stack([here.int(), known.int(), -known.int()]).to(world.device)
-    everyone = world.group(range(world.size))
     with world.waiting("which samples any rank cannot read"):
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=everyone)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=world.group(range(world.size)))
     found, most, least = votes.cpu()
     if torch.any(most != -least):
         where = torch.nonzero(most != -least).flatten().tolist()
@@ -55,9 +54,7 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
         )
     reasons = dict(drawn.unreadable)
     if torch.any(found):
-        told: list[Any] = [None] * world.size
-        with world.waiting("why some rank cannot read a sample"):
-            dist.all_gather_object(told, mine, group=everyone)
+        told = gather_objects(mine, world, "why some rank cannot read a sample")
         for each in reversed(told):  # the lowest rank has the last word
             reasons |= each
     if reasons:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.conversations import ConversationsSource
-from hetmesh.data.expand import ItemRows, expand, expand_tokens
+from hetmesh.data.expand import Expander, ItemRows, expand_tokens
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.formatting import counted
@@ -43,11 +43,8 @@ class _Processors:
 
 def check_processor(resolved: ResolvedRecipe) -> list[str]:
     """Compare tokens one by one, and pixels within one grey level. Returns a line for each set of conversations: what
-    was compared and what was not.
-
-    Raises:
-        SelfCheckError: they differ; names the sample, the key and the first token or pixel.
-    """
+    was compared and what was not. Raises SelfCheckError: they differ; names the sample, the key and the first token or
+    pixel."""
     recipe, source, adapters = resolved.recipe, resolved.source, resolved.adapters
     pretrained = directory_of(recipe)
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
@@ -136,7 +133,7 @@ def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, processors:
             ours = processors.patches.collate(items, [item.size for item in meta.media])["media"]
         _check_pixels(meta.id, ours, theirs, processors.images)
     if processors.both is not None:
-        tokens = expand_tokens(sample, meta, expand(meta, rows).meta, part.placeholders).tokens
+        tokens = expand_tokens(sample, meta, Expander(rows)(meta).meta, part.placeholders).tokens
         with _asking(meta.id, processors.both):
             text = processors.both.apply_chat_template(turns, tokenize=False)
             bos = processors.both.tokenizer.bos_token

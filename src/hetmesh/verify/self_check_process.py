@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
-from hetmesh.files import from_json, read_file
+from hetmesh.files import read_object
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
@@ -50,14 +50,8 @@ def compare_in_process(recipe: Recipe) -> list[str]:
 
 
 def compare(resolved: ResolvedRecipe) -> list[str]:
-    """Compare modules and first samples with transformers' own in this process, and record the result.
-
-    Returns:
-        What was found, a line each.
-
-    Raises:
-        SelfCheckError: they differ, or could not be compared.
-    """
+    """Compare modules and first samples with transformers' own in this process, and record the result. Returns what was
+    found, a line each. Raises SelfCheckError: they differ, or could not be compared."""
     from hetmesh.verify.processor_check import check_processor
     from hetmesh.verify.self_check import NOT_COMPARED, self_check
 
@@ -80,7 +74,7 @@ def record_file(recipe: Recipe) -> Path:
 def recorded(recipe: Recipe) -> float | None:
     """The largest difference that was found for the recipe's modules and the files that its directory has now; None if
     they were not compared."""
-    entry = _read(record_file(recipe)).get(_key(recipe))
+    entry = read_object(record_file(recipe)).get(_key(recipe))
     if not isinstance(entry, dict) or entry.get("of") != _compared(recipe):
         return None
     difference = entry.get("max_difference")
@@ -90,7 +84,7 @@ def recorded(recipe: Recipe) -> float | None:
 def record(recipe: Recipe, difference: float) -> None:
     """Add a result to the file. Raises OutputError: the file cannot be written."""
     file = record_file(recipe)
-    results = _read(file) | {_key(recipe): {"max_difference": difference, "of": _compared(recipe)}}
+    results = read_object(file) | {_key(recipe): {"max_difference": difference, "of": _compared(recipe)}}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -121,14 +115,6 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
         "data": [[data.source, data.options] for data in recipe.data.mixture or (recipe.data,)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        results = from_json(read_file(file))
-    except (OSError, ValueError):  # then it is compared again
-        return {}
-    return results if isinstance(results, dict) else {}
 
 
 def _main() -> int:

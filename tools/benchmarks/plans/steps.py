@@ -16,7 +16,7 @@ from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
+from hetmesh.training.gradients import clip_factor, scale, squared_norm
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import make_optimizers, take_step
 
@@ -91,7 +91,7 @@ class _Step:
     def __init__(self, job: Job) -> None:
         self.job, self.optimizers = job, make_optimizers(job.recipe, job.root)
         self.parameters = list(job.root.parameters())
-        self.counted = counted(job.parallel.values(), job.world.rank, job.counted_elsewhere)
+        self.counted = job.counted
         self.drawn: DrawnBatch = job.loader.batch(0)
         self.plan: BatchPlan = job.plan(self.drawn.metas)
         self.schedule = job.schedule(self.plan)

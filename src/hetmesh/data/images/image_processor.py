@@ -84,9 +84,10 @@ class ImageProcessor:
         """
         settings = image_settings(folder, key)
         config, kind, where = settings.config, settings.kind, settings.where
+        resizes = config.get("do_resize", True)
         tiling: image_tiles.Tiling | None = None
         done: Sequence[str] = ()
-        if kind in (*image_tiles.ANY_RESOLUTION, *image_tiles.CROPS) and config.get("do_resize", True):
+        if resizes and kind in (*image_tiles.ANY_RESOLUTION, *image_tiles.CROPS):
             tiling, done = image_tiles.tiling_of(config, _size(config["size"], f"{where}: size"), tiles, where), TILED
         if kind in image_tiles.SPLITS:
             done = ("do_pad",)
@@ -106,12 +107,10 @@ class ImageProcessor:
                 "not know; with [data.options] image_tiles = false an image is one tile"
             )
         resize: tuple[int, int] | int | image_tiles.PixelBudget | None = None
-        if config.get("do_resize", True):
-            resize = image_tiles.PixelBudget.of(config, where)
         first: image_tiles.LongestEdge | None = None
-        if kind in image_tiles.SPLITS and config.get("do_resize", True):
+        if resizes and kind in image_tiles.SPLITS:
             first, resize = image_tiles.one_tile(config, where)
-        if config.get("do_resize", True) and resize is None:
+        elif resizes and (resize := image_tiles.PixelBudget.of(config, where)) is None:
             size = _size(config.get("size", 224), f"{where}: size")
             resize = size[0] if isinstance(size, list) else size
         crop = None

@@ -54,11 +54,9 @@ class CausalLMAdapter(AdapterDefaults):
     def make_from(
         cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: Mapping[str, Any]
     ) -> CausalLMAdapter:
-        """The adapter of a recipe's module; its config table overrides the `derived` values.
-
-        `vocab_size` is the data source's unless given (a larger one is legal). With `initial_load_path` the directory's
-        config.json replaces the `derived` values.
-        """
+        """The adapter of a recipe's module. Its config table overrides the `derived` values, or those of the
+        directory's config.json with `initial_load_path`; `vocab_size` is the data source's unless given (a larger one
+        is legal)."""
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         derived = {"vocab_size": request.vocab_size, **derived}
@@ -70,6 +68,9 @@ class CausalLMAdapter(AdapterDefaults):
                 f"{request.key}.config.num_key_value_heads: must divide num_attention_heads = "
                 f"{config.num_attention_heads}, got {config.num_key_value_heads}"
             )
+        features = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if features % 2:  # of which transformers rotates all, whatever `partial_rotary_factor` says
+            raise RecipeError(f"{request.key}.config.head_dim: must be even (rotary positions), got {features}")
         if config.vocab_size < request.vocab_size:
             raise RecipeError(
                 f"{request.key}.config.vocab_size: must be at least the data source's {request.vocab_size}, "

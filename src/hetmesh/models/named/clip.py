@@ -31,12 +31,8 @@ class ClipAdapter(ImageTowerAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> ClipAdapter:
-        """The adapter of a recipe's module.
-
-        Keys not given follow the others: `num_channels` and `image_size` are those of the data source's images,
-        `intermediate_size` is 4 x `hidden_size`; the rest are transformers' defaults. Two keys are hetmesh's own:
-        `class_token` (false) and `feature_layer` (-1).
-        """
+        """The adapter of a recipe's module. Keys not given are `derived_image_keys`, the rest transformers' defaults;
+        two are hetmesh's own: `class_token` (false) and `feature_layer` (-1)."""
         media = check_encoder(request, "clip")
         extra = {key: request.config[key] for key in ("class_token", "feature_layer") if key in request.config}
         request = replace(request, config={k: v for k, v in request.config.items() if k not in extra})

@@ -26,7 +26,6 @@ IMAGE_TOWER_PLAN: Mapping[str, Any] = MappingProxyType(
 )
 """The tensor parallel plan of SigLIP's and CLIP's towers, which share their names."""
 
-
 IMAGE_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
 IMAGE_DIVISORS = MappingProxyType({"hidden_size": "num_attention_heads"})
 

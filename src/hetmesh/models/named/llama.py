@@ -14,11 +14,8 @@ class LlamaAdapter(CausalLMAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
-        """The adapter of a recipe's module.
-
-        `num_key_value_heads` is `num_attention_heads` and `intermediate_size` 3 x `hidden_size` unless given; the rest
-        are transformers' defaults.
-        """
+        """The adapter of a recipe's module. `num_key_value_heads` is `num_attention_heads` and `intermediate_size` 3 x
+        `hidden_size` unless given; the rest are transformers' defaults."""
         derived: dict[str, Any] = {}
         if "hidden_size" in request.config:
             derived["intermediate_size"] = 3 * positive_int(request, "hidden_size", request.config["hidden_size"])

@@ -40,10 +40,8 @@ class MlpAdapter(AdapterDefaults):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> MlpAdapter | None:
-        """The adapter of a recipe's module, or None while a neighbour's width is not known yet.
-
-        `in_features` is the producer's width, `out_features` the consumers', `hidden_features` the latter unless given.
-        """
+        """The adapter of a recipe's module, or None while a neighbour's width is not known yet: `in_features` is the
+        producer's, `out_features` the consumers', `hidden_features` the latter unless given."""
         check_keys(request, ("in_features", "hidden_features", "out_features"))
         if len(request.placeholders) != 1 or not request.consumers:
             raise RecipeError(

@@ -14,16 +14,13 @@ class Qwen3Adapter(CausalLMAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
-        """The adapter of a recipe's module.
-
-        Keys not given follow the others: `intermediate_size` is 3 x `hidden_size`, `head_dim` is
-        `hidden_size / num_attention_heads`, `num_key_value_heads` is `num_attention_heads`; the rest are transformers'.
-        """
+        """The adapter of a recipe's module. Keys not given are `derived_sizes`, the rest transformers' defaults."""
         return cls.make_from(request, hf("Qwen3Config"), hf("Qwen3ForCausalLM"), derived_sizes(request))
 
 
 def derived_sizes(request: AdapterRequest) -> dict[str, Any]:
-    """Sizes that follow from others where a recipe does not give them."""
+    """Sizes that follow from others where a recipe does not give them: `intermediate_size` is 3 x `hidden_size`,
+    `head_dim` is `hidden_size / num_attention_heads`, `num_key_value_heads` is `num_attention_heads`."""
     sizes = {
         key: positive_int(request, key, request.config[key])
         for key in ("hidden_size", "num_attention_heads")

@@ -74,7 +74,6 @@ def balance_of(request: AdapterRequest, config: Any) -> float:
 
 COEFFICIENT = "router_aux_loss_coef"
 
-
 _CLASSES: dict[Any, Any] = {}
 
 
@@ -115,11 +114,8 @@ class Qwen3MoeAdapter(CausalLMAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> Qwen3MoeAdapter:
-        """The adapter of a recipe's module.
-
-        Keys not given follow the others as Qwen3's do; `moe_intermediate_size` is `hidden_size`. The coefficient of the
-        load-balancing loss is `router_aux_loss_coef`, 0 for none; that of a directory counts as `balance_of` says.
-        """
+        """The adapter of a recipe's module. Keys not given are `expert_sizes`; `router_aux_loss_coef`, 0 for none, is
+        the weight of the load-balancing loss, and that of a directory counts as `balance_of` says."""
         derived, given = expert_sizes(request), request.config.get("head_dim")
         if "head_dim" in request.config:  # which transformers reads, but does not declare
             derived["head_dim"] = positive_int(request, "head_dim", given)
@@ -163,7 +159,7 @@ class Qwen3MoeAdapter(CausalLMAdapter):
 
 
 def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
-    """Sizes that follow from others where a recipe does not give them."""
+    """`derived_sizes` and `moe_intermediate_size`, which is `hidden_size`."""
     derived = derived_sizes(request)
     if "hidden_size" in request.config:
         derived["moe_intermediate_size"] = request.config["hidden_size"]

@@ -23,11 +23,7 @@ class SiglipAdapter(ImageTowerAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> SiglipAdapter:
-        """The adapter of a recipe's module.
-
-        Keys not given follow the others: `num_channels` and `image_size` are those of the data source's images,
-        `intermediate_size` is 4 x `hidden_size`; the rest are transformers' defaults.
-        """
+        """The adapter of a recipe's module. Keys not given are `derived_image_keys`, others transformers' defaults."""
         media = check_encoder(request, "siglip")
         config = transformers_config(
             request,

@@ -37,22 +37,17 @@ SIZES = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_di
 
 
 class WhisperAdapter(EncoderAdapter):
-    """Whisper's encoder over log-mel features `[num_mel_bins, frames]`, `frames = 2 * max_source_positions`.
-
-    As in transformers every item has that many frames (30 s padded, in the released models); its sinusoidal position
-    embedding is not trained.
-    """
+    """Whisper's encoder over log-mel features `[num_mel_bins, frames]`, `frames = 2 * max_source_positions`. As in
+    transformers every item has that many (30 s padded, in the released models); its sinusoidal positions are not
+    trained."""
 
     checkpoint_names: ClassVar = prefixes("", "encoder.", "model.encoder.")
     token_sharded: ClassVar = ("layers", "layer_norm")
 
     @classmethod
     def make(cls, request: AdapterRequest) -> WhisperAdapter:
-        """The adapter of a recipe's module.
-
-        Keys not given follow the others: `num_mel_bins` and `max_source_positions` are those of the data source's
-        recordings, `encoder_ffn_dim` is 4 x `d_model`; the rest are transformers' defaults.
-        """
+        """The adapter of a recipe's module. Keys not given follow the others: `num_mel_bins` and `max_source_positions`
+        are those of the data source's recordings, `encoder_ffn_dim` is 4 x `d_model`; the rest are transformers'."""
         media = check_encoder(request, "whisper")
         derived: dict[str, Any] = {}
         if request.media_shape is not None and len(request.media_shape) == 2:

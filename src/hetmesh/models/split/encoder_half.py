@@ -17,6 +17,7 @@ from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.deepstack import FEATURE
+from hetmesh.models.named.encoder import check_encoder
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
 from hetmesh.models.split.rope_index import media_tokens
@@ -52,20 +53,14 @@ class HfEncoderAdapter(PartAdapter):
         projects = request.config.get("projector", True)
         if not isinstance(projects, bool):
             raise RecipeError(f"{request.key}.config.projector: must be true or false, got {projects!r}")
-        if request.placeholders or not request.consumers:
-            raise RecipeError(
-                f"{request.key}: a tower reads media and emits rows, so it needs a boundary out of it and none into it"
-            )
-        whole = whole_model(request.pretrained)
-        part = TOWERS.get(request.media or "")
-        if request.media is None or part is None or part not in whole.towers:
-            read = [media for media, tower in TOWERS.items() if tower in whole.towers]
-            raise RecipeError(
-                f"{request.key}.media = {request.media!r}: {whole.model_class.__name__} has a tower for {read}"
-            )
-        name = whole.family.calls.get(request.media)
+        media, whole = check_encoder(request, "a tower"), whole_model(request.pretrained)
+        part = TOWERS.get(media)
+        if part is None or part not in whole.towers:
+            read = [kind for kind, tower in TOWERS.items() if tower in whole.towers]
+            raise RecipeError(f"{request.key}.media = {media!r}: {whole.model_class.__name__} has a tower for {read}")
+        name = whole.family.calls.get(media)
         try:
-            call = (audio_call if request.media == "audio" else image_call)(name, whole.model, whole.config)
+            call = (audio_call if media == "audio" else image_call)(name, whole.model, whole.config)
         except LookupError as error:
             raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
         except (AttributeError, TypeError) as error:
@@ -80,7 +75,7 @@ class HfEncoderAdapter(PartAdapter):
                 f"{request.key}: its config.json says {part}_config.encoder_layerdrop = {share}; every layer runs in "
                 "every microbatch, on every rank, so it must be 0"
             )
-        adapter = cls(whole, part, request.media, call, projects)
+        adapter = cls(whole, part, media, call, projects)
         try:
             _ = adapter._rows_of_part
             if not projects:
@@ -131,12 +126,6 @@ class HfEncoderAdapter(PartAdapter):
             rows = self.encode(module, self._collated(self.call.blank))[""]
         if not given or not torch.equal(rows, _joined(given[0])):
             raise SampleError(f"{self.whole.model_class.__name__} changes what its projector gives, before its LLM")
-
-    @cached_property
-    def _empty(self) -> nn.Module:
-        """The module on the meta device, to look at its parts."""
-        with torch.device("meta"):
-            return self.build()
 
     def layers(self) -> tuple[str, ...]:
         with torch.device("cpu"):  # they are found by running it, also for a caller that builds on the meta device

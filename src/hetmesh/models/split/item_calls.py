@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_ord
 from hetmesh.models.split.whole_model import features_of
 
 
-class ItemCall:
+class ItemCall(Protocol):
     """One way. `shape` is always the extent of an item: the shape of its tensor, then its size if it has one
     (`hetmesh.graph.MediaItem`)."""
 
     def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the smallest item and of a larger one."""
-        raise NotImplementedError
 
     @property
     def blank(self) -> tuple[int, ...]:
@@ -38,20 +37,16 @@ class ItemCall:
 
     def units(self, shape: tuple[int, ...]) -> int:
         """How many equal parts an item is made of, each of as many rows."""
-        raise NotImplementedError
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise SampleError for an item that it cannot hand over."""
-        raise NotImplementedError
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
         """At least one item, and their sizes if they have some -> tensors. `"kept"`, if it is there: for each item
         which of those that the model is called with it is."""
-        raise NotImplementedError
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What `collate` made -> keyword arguments of the model's method, and of its forward."""
-        raise NotImplementedError
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int, int] | None:
         """The rows of an item as frames, height and width, where the model wants positions of these axes."""
@@ -337,12 +332,6 @@ def _any_resolution(config: Any, vision: Any) -> AnyResolutionTiles:
 
 
 CALLS: Mapping[str, Callable[[Any, Any], ItemCall]] = MappingProxyType(
-    {
-        "pixels": lambda config, vision: Pixels(_size(config, vision)),
-        "tiles": lambda config, vision: Tiles(_size(config, vision)),
-        "any_resolution": _any_resolution,
-        "sized": _sized,
-        "patches": _patches,
-    }
+    {"any_resolution": _any_resolution, "patches": _patches}
 )
 """Ways for images by name, made from the whole model's config and that of its tower."""

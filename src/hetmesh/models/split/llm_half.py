@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.layout.hashing import memoized
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -98,14 +100,29 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
 
     @cached_property
     def _forward_names(self) -> frozenset[str]:
-        import inspect
-
         return frozenset(inspect.signature(self.decoder_of(self.whole.model).forward).parameters)
 
     @cached_property
     def scale(self) -> float | None:
-        """What the decoder multiplies the embedded tokens by before its first layer; None if it does something else."""
-        return embedding_scale(self)
+        """By what the decoder multiplies embedded tokens before its first layer; 1.0 if it leaves them as they are,
+        None if it does something else. Measured: its layers and norm hand on what they get."""
+        module = build_empty(self)
+        for name in self.layers():
+            if name != self.whole.embedding:
+                parent, _, child = name.rpartition(".")
+                setattr(module.get_submodule(parent), child, PassThrough())
+        decoder: Any = self.decoder_of(module)
+        tokens = torch.linspace(-1.0, 1.0, 2 * self.config.hidden_size).view(1, 2, -1).double()
+        axes = (3,) if self.whole.positions == "rope_index" else ()
+        at = torch.arange(2).expand(*axes, 1, 2)
+        try:
+            with torch.no_grad():
+                given = decoder.double()(inputs_embeds=tokens, position_ids=at, use_cache=False).last_hidden_state
+        except Exception:  # parameters without memory outside of layers and norm, and whatever else
+            return None
+        scale = float((given * tokens).sum() / (tokens * tokens).sum())
+        close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
+        return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None
 
     @cached_property
     def reasons(self) -> Mapping[str, str]:
@@ -159,11 +176,6 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             model.config.get_text_config().output_router_logits = False  # their loss is hetmesh's own
         return model
 
-    @cached_property
-    def _empty(self) -> nn.Module:
-        with torch.device("meta"):
-            return self.build()
-
     def decoder_of(self, model: Any) -> Any:
         return model.get_submodule(self.whole.decoder)
 
@@ -177,11 +189,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         """Let the decoder of `module` take samples in one row: its attention becomes hetmesh's own."""
         use_in(self.decoder_of(module), self.config)
 
+    @memoized
     def layers(self) -> tuple[str, ...]:
-        return self._layers
-
-    @cached_property
-    def _layers(self) -> tuple[str, ...]:
         decoder = self.whole.decoder
         blocks = tuple(name for name in repeated_blocks(self._empty) if name.startswith(f"{decoder}."))
         others = [
@@ -206,7 +215,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
 
     def layer_of_output(self, output: str) -> str | None:
         """The layer after which a side output of the encoder is added to its tokens; None: there is none."""
-        blocks = [name for name in self._layers if name.rpartition(".")[2].isdigit()]
+        blocks = [name for name in self.layers() if name.rpartition(".")[2].isdigit()]
         index = layer_index(output, len(blocks))
         return None if index is None else blocks[index]
 
@@ -262,28 +271,6 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
             return ""
         return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
-
-
-def embedding_scale(adapter: HfLlmAdapter) -> float | None:
-    """By what the decoder multiplies embedded tokens before its first layer; 1.0 if it leaves them as they are, None if
-    it does something else. Measured: its layers and norm hand on what they get."""
-    module = build_empty(adapter)
-    for name in adapter.layers():
-        if name != adapter.whole.embedding:
-            parent, _, child = name.rpartition(".")
-            setattr(module.get_submodule(parent), child, PassThrough())
-    decoder: Any = adapter.decoder_of(module)
-    tokens = torch.linspace(-1.0, 1.0, 2 * adapter.config.hidden_size).view(1, 2, -1).double()
-    axes = (3,) if adapter.whole.positions == "rope_index" else ()
-    positions = torch.arange(2).expand(*axes, 1, 2)
-    try:
-        with torch.no_grad():
-            given = decoder.double()(inputs_embeds=tokens, position_ids=positions, use_cache=False).last_hidden_state
-    except Exception:  # parameters without memory outside of layers and norm, and whatever else
-        return None
-    scale = float((given * tokens).sum() / (tokens * tokens).sum())
-    close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
-    return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None
 
 
 def use_loop_in_fp64(module: nn.Module) -> None:

@@ -249,6 +249,12 @@ class PartAdapter(AdapterDefaults):
     def checkpoint_unused(self) -> tuple[str, ...]:
         return self.whole.owned_by_others(self.part, self.owners)
 
+    @cached_property
+    def _empty(self) -> nn.Module:
+        """The module on the meta device, to look at its parts."""
+        with torch.device("meta"):
+            return self.build()
+
     def build(self) -> Any:
         return self.whole.keep_part(self.whole.build(), self.part, self.owners)
 

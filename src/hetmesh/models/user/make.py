@@ -250,11 +250,14 @@ def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, .
 def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: AdapterRequest) -> Abilities:
     """What the module can do beyond being called whole."""
     kind, sink = type(example).__name__, not request.consumers
+    packed = getattr(example, "packed_attention", False)
+    if sink and not isinstance(packed, bool):
+        raise _error(request, example, "packed_attention", packed, "must be True or False")
     page = "see hetmesh/models/user/README.md"
     return Abilities(
         activation=_activation(example, request, padded=sink),
         token_sharded=_token_sharded(example, layers, request),
-        use_packed=_nothing_to_prepare if sink and _flag(example, "packed_attention", request) else None,
+        use_packed=_nothing_to_prepare if sink and packed else None,
         reasons={
             "activation": f"{kind} declares no `activation`, what passes between its layers; {page}",
             "token_sharded": f"{kind} declares no `token_sharded`, its layers that work on a share of the tokens; "
@@ -291,13 +294,6 @@ def _token_sharded(example: nn.Module, layers: tuple[str, ...], request: Adapter
         problem = f"{unknown} hold no layer" if unknown else f"{list(inside)} do not follow each other"
         raise _error(request, example, "token_sharded", list(given), f"{problem}; layers are {list(layers)}")
     return tuple(given)
-
-
-def _flag(example: nn.Module, name: str, request: AdapterRequest) -> bool:
-    given = getattr(example, name, False)
-    if not isinstance(given, bool):
-        raise _error(request, example, name, given, "must be True or False")
-    return given
 
 
 def _is_names(value: Any) -> bool:

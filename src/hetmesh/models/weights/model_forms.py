@@ -9,7 +9,7 @@ are refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -215,7 +215,9 @@ def converted(
     _check_lists(targets, made_of, shapes)
     found: dict[str, StoredForm] = {}
     for ours, target in targets.items():
-        lists = [list(_by_number(made_of[ours][pattern])) for pattern in target.converter.source_patterns]
+        lists = [
+            [name for _, name in sorted(made_of[ours][pattern].items())] for pattern in target.converter.source_patterns
+        ]
         made = _made(target, [[whole(name, shapes[name]) for name in names] for names in lists])
         found |= zip(_names(target, len(made)), made, strict=True)
     _check_square([(by_pattern[next(iter(lists))], found[ours]) for ours, lists in made_of.items()], where)
@@ -251,10 +253,6 @@ def _item(taken: Taken, name: str, where: object) -> int:
     return int(match["item"])
 
 
-def _by_number(items: Mapping[int, str]) -> Iterator[str]:
-    return (items[number] for number in sorted(items))
-
-
 def _check_understood(target: _Target, name: str) -> None:
     """Raise RecipeError for a converter with an unsupported operation; `name` is a stored tensor for the message."""
     for operation in target.converter.operations:
@@ -284,7 +282,7 @@ def _check_lists(
                     like = next(iter(items.items()), None)
                     of_pattern = f"{pattern.replace('*', str(number))} of {ours}"
                     missing.append(renumbered(like[1], like[0], number) if like else of_pattern)
-            names = list(_by_number(items))
+            names = [name for _, name in sorted(items.items())]
             misshaped += [
                 f"{name} is {list(shapes[name])}, not {list(shapes[names[0]])} as {names[0]}"
                 for name in names

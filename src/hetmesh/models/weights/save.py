@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import OutputError
-from hetmesh.files import to_json, writing
+from hetmesh.files import write_json, writing
 
 LARGEST_FILE = 5_000_000_000
 """Largest file in bytes, unless one tensor is larger; transformers' limit up to version 4."""
@@ -83,9 +83,8 @@ def write_tensors(
     total = sum(tensor.bytes for tensor in tensors.values())
     if width > 1:
         places = {tensor: file for file, names in zip(files, groups, strict=True) for tensor in names}
-        with writing(folder / f"{name}.safetensors.index.json"):
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-            (folder / f"{name}.safetensors.index.json").write_text(to_json(index, 2) + "\n", encoding="utf-8")
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_json(folder / f"{name}.safetensors.index.json", index, indent=2)
     return Written(len(tensors), total, tuple(files))
 
 

@@ -178,11 +178,6 @@ class Read:
     source: tuple[slice, ...]
     target: tuple[slice, ...]
 
-    @property
-    def numel(self) -> int:
-        """Number of elements that are read."""
-        return math.prod(part.stop - part.start for part in self.source)
-
 
 def reads(form: StoredForm, share: Sequence[Intervals]) -> Iterator[Read]:
     """The reads that fill a share of a tensor: nothing outside it, and nothing twice. `share`: per dim the ordered

@@ -133,13 +133,13 @@ class ExpertBlock(nn.Module):
             sum_choices(choices, self.sharing, self.peers, current_microbatch())
         dtype = torch.promote_types(logits.dtype, torch.float32)
         probabilities = torch.softmax(logits, dim=-1, dtype=dtype)
-        terms = balance_terms(probabilities, choices, samples)
-        self.tokens.count(self.number, (terms.loss, own))
+        loss, gradient = balance_terms(probabilities, choices, samples)
+        self.tokens.count(self.number, (loss, own))
         trained = any(p.requires_grad for p in self.gate.parameters())
         if not (trained and self.balances and self.layers.balance):
             return weights
         factor = self.layers.balance / len(self.layers.blocks)
-        return inject(weights, probabilities, terms.gradient * factor)
+        return inject(weights, probabilities, gradient * factor)
 
     def _routed(
         self, rows: Tensor, weights: Tensor, places: Tensor, wanted: Tensor, finish: Callable[[], RoutedCounts]

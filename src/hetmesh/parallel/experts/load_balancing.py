@@ -8,7 +8,6 @@ it would depend on which samples meet there. Samples count by their tokens, bloc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,32 +25,23 @@ def choices_per_sample(experts: Tensor, samples: LaneSamples, count: int) -> Ten
     return ones.new_zeros(number * count).scatter_add_(0, flat, ones).view(number, count)
 
 
-@dataclass(frozen=True)
-class BalanceTerms:
-    """What the loss of one block is to this rank's tokens.
-
-    Attributes:
-        loss: 0-d float64: the share of these tokens, without the coefficient; in targets.
-        gradient: of that, with respect to the probabilities `[tokens, experts]`; of their dtype.
-    """
-
-    loss: Tensor
-    gradient: Tensor
-
-
 @torch.no_grad()
-def balance_terms(probabilities: Tensor, choices: Tensor, samples: LaneSamples) -> BalanceTerms:
-    """The loss and its gradient, which depends on the choices alone: these are counts, without a gradient.
+def balance_terms(probabilities: Tensor, choices: Tensor, samples: LaneSamples) -> tuple[Tensor, Tensor]:
+    """The loss of one block and its gradient, which depends on the choices alone: counts, without a gradient.
 
     Args:
         probabilities: `[tokens, experts]`, summing to 1.
         choices: `[samples, experts]`, over all ranks that share the samples.
+
+    Returns:
+        The share of these tokens in the loss, without the coefficient, in targets: 0-d float64; and its gradient with
+        respect to the probabilities, `[tokens, experts]`, of their dtype.
     """
     tokens = samples.tokens.clamp(min=1)[:, None].to(choices.dtype)
     fractions = choices / tokens
     factors = samples.weights.to(choices.dtype)[:, None] * choices.shape[1] / tokens
     gradient = (fractions * factors).index_select(0, samples.of_token)
-    return BalanceTerms((gradient * probabilities).sum(), gradient.to(probabilities.dtype))
+    return (gradient * probabilities).sum(), gradient.to(probabilities.dtype)
 
 
 def inject(weights: Tensor, probabilities: Tensor, gradient: Tensor) -> Tensor:

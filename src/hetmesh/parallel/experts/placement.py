@@ -1,8 +1,7 @@
 """Experts change places: all that ranks keep of them goes to other ranks, and tokens follow.
 
 The number of an expert is what the router chooses; its place is where it lies along dim 0 of its parameters, and so
-which rank computes it. Only places change: a token's sum on a rank stays in the order of its own choice. Which of its
-summands meet on one rank does change, so results are equal within rounding of that sum.
+which rank computes it. Only places change, so results are equal within rounding of a token's sum.
 """
 
 from __future__ import annotations

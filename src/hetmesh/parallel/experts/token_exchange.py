@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hetmesh.boundary import Label, World
 from hetmesh.cost.expert_costs import reached_share
+from hetmesh.parallel.linear import Collective
 
 TRANSPORT = "all_to_all"
 
@@ -118,7 +119,10 @@ def send_rows(
 
 def return_rows(rows: Tensor, counts: RoutedCounts, peers: ExpertRanks, microbatch: int) -> Tensor:
     """A row for each that this rank got, back to where it came from: the inverse of `send_rows`."""
-    return _Return.apply(rows, counts.received, counts.sent, peers, microbatch)
+    there, here = Label(f"{peers.name} sums", microbatch), Label(f"{peers.name} sums", microbatch, "backward")
+    back = lambda x: _exchange(x, counts.received, counts.sent, peers, there)  # noqa: E731
+    forth = lambda x: _exchange(x, counts.sent, counts.received, peers, here)  # noqa: E731
+    return Collective.apply(rows, back, forth)
 
 
 def sum_choices(choices: Tensor, sharing: dist.ProcessGroup, peers: ExpertRanks, microbatch: int) -> None:
@@ -157,20 +161,6 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         label = Label(f"{ctx.peers.name} tokens", ctx.microbatch, "backward")
         return _exchange(gradients[0], ctx.received, ctx.sent, ctx.peers, label), None, None, None, None, None
-
-
-class _Return(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...], peers: ExpertRanks, microbatch: int
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.peers, ctx.microbatch = sent, received, peers, microbatch
-        return _exchange(rows, sent, received, peers, Label(f"{peers.name} sums", microbatch))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        label = Label(f"{ctx.peers.name} sums", ctx.microbatch, "backward")
-        return _exchange(gradients[0], ctx.received, ctx.sent, ctx.peers, label), None, None, None, None
 
 
 def _as_dtype(choices: Tensor, dtype: torch.dtype) -> Tensor:
