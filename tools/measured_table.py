@@ -76,7 +76,28 @@ def _inside(value: Any, key: str) -> Any:
 
 HEAD = ("what", "measured", "again by")
 
+ADVANTAGE = tuple(
+    Row(
+        f"two CPU cores, {what}: step time before over after (predicted by `hetmesh simulate` before the run)",
+        "advantage",
+        "{:.2f} ({:.2f})",
+        (f"speedup.{case}", f"predicted.{case}"),
+        "python tools/bench.py advantage",
+    )
+    for case, what in (
+        ("a", "LLM tensor parallel 2: encoder in the same layout, then data parallel"),
+        ("b", "LLM in two pipeline stages, four microbatches: encoder in front of the first, best cut, then on both"),
+        (
+            "c",
+            "LLM context parallel 2: encoder computed on every rank (what others do, not the best homogeneous layout), "
+            "then dealt out",
+        ),
+        ("d", "chart lengths, data parallel 2: no balancing, then the default"),
+    )
+)
+
 ROWS = (
+    *ADVANTAGE,
     Row(
         "step time over a plain PyTorch loop's, one H100: a 1B model in bf16; digits in fp32, in bf16",
         "gpu_check",
@@ -280,6 +301,7 @@ ROWS = (
 
 
 FRONT = (
+    *ADVANTAGE,
     Row(
         "digits in fp32, three layouts against one process: largest difference of a loss in the first 100 steps",
         "convergence",

@@ -57,6 +57,16 @@ def test_predictions_follow_what_is_frozen():
     assert profile.predict(frozen, work, upstream=False, recompute=True) == LayerTime(pytest.approx(at["forward"]))
 
 
+def test_both_parts_of_a_backward_take_what_was_measured_at_any_work():
+    """Fits are noisy: the backward for the input alone may have more per pair, and less per row, than that for both."""
+    parts = {**TRUE, "backward_input": Coefficients(5e-4, 1e-6, 9e-9)}
+    profile = Profile({layer_kind(BLOCK): parts})
+    for rows in (1, 100, 4096):
+        time = profile.predict(BLOCK, Work(rows, rows * rows), upstream=True)
+        assert time.backward == pytest.approx(TRUE["backward"].at(rows, rows * rows))
+        assert time.backward_weight == pytest.approx(3e-6 * rows)
+
+
 def test_a_degree_that_was_not_measured_splits_what_grows():
     profile = fit(observe([8, 32, 128]))
     forward = profile.predict(BLOCK, Work(100, 2000), upstream=False, tp=2).forward

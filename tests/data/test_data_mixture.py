@@ -220,6 +220,14 @@ def test_bad_phases_are_refused_with_the_key(tmp_path, capsys, old, new, said):
     assert re.search(said, capsys.readouterr().err)
 
 
+def test_a_phase_that_never_begins_is_noted(tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    for steps, noted in ((31, False), (30, True)):
+        assert main(["check", str(path), f"--training.steps={steps}"]) == 0
+        assert ("the phase from step 30 on never begins" in capsys.readouterr().out) is noted
+
+
 def test_phases_need_a_mixture_and_an_order_is_known():
     text = RECIPE[: RECIPE.index("[[data.m")] + RECIPE[RECIPE.index("[[data.phases") :]
     with pytest.raises(RecipeError, match=r"data\.phases: they are shares of the sources of \[\[data\.mixture\]\]"):

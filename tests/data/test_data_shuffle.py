@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetmesh.data.shuffle import permuted
+from hetmesh.data.sample_order import permuted
 
 
 @given(st.integers(1, 500), st.integers(), st.integers(0, 9))

@@ -1,5 +1,6 @@
 """E2: a batch that parts ranks as any of its size does is found on stationary data, and refused on drifting ones."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,14 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.balance.laws import LAWS
+from hetmesh.cli import main
 from hetmesh.data.synthetic import SyntheticSource
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import SampleMeta
-from hetmesh.planner.macro_batch import PER_SAMPLE, SHARE, agreeing_batches, certify, find_drifts, split_ranks
+from hetmesh.planner.candidates import samples_of_batches
+from hetmesh.planner.macro_batch import (
+    PER_SAMPLE,
+    SHARE,
+    MacroBatch,
+    agreeing_batches,
+    certify,
+    find_drifts,
+    split_ranks,
+)
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.plan_text import macro_batch_lines
-from hetmesh.resolve.planning import recipe_macro_batch, recipe_problem
-from hetmesh.resolve.resolved import ResolvedRecipe, resolve
+from hetmesh.resolve.plan_phases import run_phases
+from hetmesh.resolve.planning import certified, recipe_macro_batch, recipe_problem
+from hetmesh.resolve.resolved import resolve
 
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"
 SAMPLES = 4096
@@ -94,23 +106,140 @@ class Growing(SyntheticSource):
 
 
 @pytest.mark.slow
-def test_a_recipes_own_data_do_not_drift_since_they_are_shuffled(monkeypatch):
+def test_a_recipes_own_data_drift_where_they_are_not_shuffled():
     options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 16], length = 4096}"
     keys = ("--data.source", f"{__name__}:Growing", f"--data.options={options}", "--training.steps=64")
-    recipe = load_recipe(DIGITS, (*keys, "--training.global_batch_size=64", "--training.local_batch_size=64"))
-    resolved = resolve(recipe)
-    problem = recipe_problem(resolved, machine="h100", ranks=4)
-    shuffled = recipe_macro_batch(resolved, problem)
+    keys += ("--training.global_batch_size=64", "--training.local_batch_size=64")
+    problem = recipe_problem(resolve(load_recipe(DIGITS, keys)), machine="h100", ranks=4)
+    shuffled = recipe_macro_batch(problem)
     assert shuffled.drawn == 4096
     assert shuffled.drifts == ()
-    monkeypatch.setattr(ResolvedRecipe, "loader", in_order)
-    assert {each.module for each in recipe_macro_batch(resolved, problem).drifts} == {"vision", "llm"}
+    given = recipe_problem(resolve(load_recipe(DIGITS, (*keys, "--data.order=given"))), machine="h100", ranks=4)
+    macro = recipe_macro_batch(given)
+    assert {each.module for each in macro.drifts} == {"vision", "llm"}
+    first, *drifts = macro_batch_lines(macro, given.own, range(64))
+    assert "refused" in first
+    places = [re.search(r"from step (\d+) to (\d+),", line) for line in drifts]
+    assert all(place is not None and 1 <= int(place[1]) < int(place[2]) <= 64 for place in places)
 
 
-def in_order(resolved, payloads=None, loader_of=ResolvedRecipe.loader):
-    loader = loader_of(resolved, payloads)
-    loader.shuffle = False
-    return loader
+@pytest.mark.parametrize(
+    ("samples", "batch", "window", "simulated"),
+    [
+        (64, 512, 4, 2),  # in one batch
+        (2048, 512, 4, 4),
+        (512, 64, 8, 8),
+        (512, 8, 64, 8),  # no more are simulated
+        (512, 1024, 4, 2),
+        (4096, 1024, 4, 4),
+        (4096, 2048, 4, 2),  # of large batches two are simulated, whatever is certified
+        (0, 64, 64, 8),  # nothing is certified: all that was looked at
+    ],
+)
+def test_the_certificate_decides_the_window_and_the_batches(samples, batch, window, simulated):
+    options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 16]}"
+    keys = ("--data.source=synthetic", f"--data.options={options}", "--training.steps=600")
+    keys += (f"--training.global_batch_size={batch}", "--training.local_batch_size=1")
+    problem = recipe_problem(resolve(load_recipe(DIGITS, keys)), machine="h100", ranks=4)
+    assert len(problem.samples) == max(4096, 4 * batch)
+    planned, batches = certified(problem, MacroBatch(samples, (2, 2), 59, 4096))
+    assert (len(planned.typical) // batch, batches) == (window, simulated)
+    assert len(planned.samples) == len(problem.samples)  # among which the largest are looked for
+    places = [problem.samples.ids.index(sample.id) // batch for sample in samples_of_batches(planned, batches, 0.5)[-1]]
+    assert len(set(places)) == 1
+    assert places[0] >= len(problem.samples) // batch * (batches - 1) // batches - 1  # evenly, not the first ones
+
+
+PHASES = """[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = 1024
+num_hidden_layers = 12
+num_attention_heads = 16
+patch_size = 14
+image_size = 224
+intermediate_size = 4096
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 1024
+num_hidden_layers = 12
+num_attention_heads = 16
+num_key_value_heads = 8
+head_dim = 64
+intermediate_size = 4096
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[training]
+local_batch_size = 32
+dtype = "float32"
+seq_len = 8192
+pack_samples = true
+steps = 3000
+[[data.mixture]]
+source = "synthetic"
+name = "captions"
+options = { image_shape = [3, 224, 224], max_images = 4, text_only = 0.0, text_tokens = [16, 64] }
+[[data.mixture]]
+source = "synthetic"
+name = "text"
+options = { image_shape = [3, 224, 224], max_images = 1, text_only = 1.0, text_tokens = [256, 2048], seed = 1 }
+[[data.phases]]
+start_step = 0
+weights = { captions = 1 }
+[[data.phases]]
+start_step = 1000
+weights = { captions = 1, text = 9 }
+[[data.phases]]
+start_step = 2000
+weights = { captions = 1, text = 8 }
+"""
+
+
+@pytest.mark.slow
+def test_e2_the_certificate_holds_per_phase_and_a_plan_says_where_to_plan_anew(tmp_path, capsys):
+    """Captions, then mostly text: the run drifts, no phase does, and another layout pays at the first boundary."""
+    path, written = tmp_path / "recipe.toml", tmp_path / "second.toml"
+    path.write_text(PHASES)
+    asked = ["plan", str(path), "--machine=h100", "--ranks=8", "--fix=placement=disjoint", "--fix=schedule=1F1B"]
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["macro_batch"]["samples"] == 0
+    assert told["macro_batch"]["drifts"]
+    first, second, third = told["phases"]
+    assert [phase["steps"] for phase in told["phases"]] == [[1, 1000], [1001, 2000], [2001, 3000]]
+    assert all(phase["macro_batch"]["samples"] and not phase["macro_batch"]["drifts"] for phase in told["phases"])
+    assert first["macro_batch"]["split"] != second["macro_batch"]["split"]
+    assert [phase["pays"] for phase in told["phases"]] == [False, True, False]
+    assert second["saved"] == pytest.approx(1 - second["plan"]["step_s"] / second["kept_step_s"])
+    assert third["kept_step_s"] >= third["plan"]["step_s"]
+    assert main([*asked, "--phase=2", f"--write={written}"]) == 0
+    out = capsys.readouterr().out
+    assert "phases of the data" not in out
+    assert f"{second['plan']['step_s'] * 1e3:,.0f}" in out
+    ranks = load_recipe(written).parallelism.modules["vision"].ranks
+    assert list(ranks) == list(range(ranks[0], second["plan"]["modules"]["vision"]["ranks"][1] + 1))
+    assert main([*asked, "--phase=4"]) == 2
+    assert "--phase 4: " in capsys.readouterr().err
+
+
+def test_what_a_plan_says_of_phases(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(PHASES)
+    recipe = load_recipe(path)
+    assert run_phases(recipe) == (range(1000), range(1000, 2000), range(2000, 3000))
+    assert run_phases(load_recipe(path, ["--training.steps=1500"])) == (range(1000), range(1000, 1500))
+    digits = load_recipe(DIGITS, ["--training.steps=10"])
+    assert run_phases(digits) == (range(10),)
+    rising = load_recipe(DIGITS, ["--training.steps=10", "--data.order=tokens"])
+    assert run_phases(rising) == (range(2), range(2, 5), range(5, 7), range(7, 10))
 
 
 def test_e2_most_stationary_runs_are_certified_with_few_samples():

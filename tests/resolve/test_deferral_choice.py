@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.straggler.source import recipe as charts
 from hetmesh.api import train
 from hetmesh.cli import main
 from hetmesh.recipe.recipe import load_recipe
@@ -97,12 +98,19 @@ def test_it_is_on_where_simulated_steps_are_shorter(given, split):
     assert not any(plan.routes.pairs for plan in plain)
 
 
+def test_auto_defers_where_charts_of_16k_patches_gain_by_it():
+    sizes = {"width": 256, "smaller": 4.5, "vision_layers": 4, "llm_layers": 4, "microbatch": 4, "microbatches": 32}
+    found = resolve(charts("auto", "recipe", law="chart-16k", **sizes)).deferral
+    assert found.on
+    assert 0.01 <= found.saved < 0.05
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
         (("--balance.policy=auto",), "defers nothing in sampled batches"),
         (("--balance.policy=lpt",), "'lpt' defers nothing"),
-        (("--data.options.max_images=1",), "less than 2%"),
+        (("--data.options.max_images=1", "--data.options.text_only=0.0"), "less than 1%"),
         (("--training.local_batch_size=8",), "two microbatches or more"),
         (("--balance.deferral=false",), "as balance.deferral says"),
     ],

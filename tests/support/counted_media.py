@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hetmesh.data.shuffle import permuted
+from hetmesh.data.sample_order import permuted
 from hetmesh.data.source import Sample
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.testing.sources import RandomMedia

@@ -14,7 +14,7 @@ from hetmesh.cost import StageCost, StepCosts, load_machine
 from hetmesh.graph import Stage
 
 TOOLS = Path(__file__).parents[2] / "tools"
-PACKAGES = {"balance", "boundary", "bubble", "frozen", "optimus", "schedule", "straggler"}
+PACKAGES = {"advantage", "balance", "boundary", "bubble", "frozen", "optimus", "schedule", "straggler"}
 NAMES = sorted({p.stem for p in (TOOLS / "benchmarks").glob("*.py")} - {"__init__"} | PACKAGES)
 
 

@@ -76,7 +76,7 @@ def first_routes(recipe):
 
 
 @pytest.mark.parametrize("split", ["", pytest.param("\nsplit_deferred_backward = true", id="split")])
-def test_entrain_defers_and_equals_one_process(pool4, split):
+def test_e6_entrain_defers_and_equals_one_process_in_both_backward_modes(pool4, split):
     text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
     text = text.format(policy="1f1b", batch=36, tied="false", key_heads=2, extra="", vision="", projector="", llm="")
     balance = f'[balance]\npolicy = "entrain"\ndeferral = true{split}'

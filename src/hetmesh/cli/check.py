@@ -83,5 +83,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
             notes += check_media_files(recipe, held_out, range(count), "validation ")
     refusals.finish()
     assert resolved is not None
+    late = [phase.start_step for phase in recipe.data.phases if phase.start_step >= recipe.training.steps]
+    notes += [f"data.phases: the phase from step {start} on never begins, after training.steps" for start in late]
     notes = [*resolved.notes, *notes, *abilities_of(resolved.source).notes()]
     return resolved, [*summary(resolved), *(f"note: {note}" for note in notes)]

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
     parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")
+    parser.add_argument("--phase", metavar="N", type=int, help="plan for one phase of the data alone, 1 for the first")
     parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
     parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
     parser.add_argument("--png", metavar="FILE", help="draw these steps, as .png or .svg (needs matplotlib)")
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
     from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
-    from hetmesh.resolve.planning import batches_to_simulate, not_kept, planned_text, recipe_macro_batch, recipe_problem
+    from hetmesh.resolve.plan_phases import plan_phases, run_phases
+    from hetmesh.resolve.planning import certified, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
@@ -63,15 +65,22 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if fixed.setdefault(key, value) != value:
             raise UsageError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
     started = time.perf_counter()
-    resolved = resolve(recipe)
-    problem = recipe_problem(
-        resolved, machine=args.machine, ranks=args.ranks, fixed=fixed, memory_bytes=memory, profile=args.profile
-    )
-    macro = recipe_macro_batch(resolved, problem)
-    batches = batches_to_simulate(macro, problem.global_batch_size)
+    resolved, phases = resolve(recipe), run_phases(recipe)
+    if args.phase is not None and not 1 <= args.phase <= len(phases):
+        raise UsageError(f"--phase {args.phase}: the data of {args.recipe} have {len(phases)}; valid are 1 to that")
+
+    def problem_of(steps: range | None) -> Problem:
+        asked = {"machine": args.machine, "ranks": args.ranks, "profile": args.profile}
+        return recipe_problem(resolved, **asked, fixed=fixed, memory_bytes=memory, steps=steps)
+
+    steps = None if args.phase is None else phases[args.phase - 1]
+    problem = problem_of(steps)
+    macro = recipe_macro_batch(problem)
+    problem, batches = certified(problem, macro)
     found = search(problem, shown=args.shown, batches=batches)
+    planned = tuple(plan_phases(phases, problem_of)) if len(phases) > 1 and steps is None else ()
     seconds = time.perf_counter() - started
-    result = problem, found, seconds, macro, batches
+    result = problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned
     print(to_json(plan_json(*result), indent=2) if args.json else plan_text(*result))
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -118,17 +118,20 @@ class Profile:
         parts, share = self._find(layer, tp)
         rows = work.targets if layer.on_targets else work.rows
 
-        def seconds(part: str) -> float:
-            found = parts[part]
-            return found.constant + share * (found.at(rows, work.pairs) - found.constant)
+        def seconds(fitted: Coefficients) -> float:
+            return fitted.constant + share * (fitted.at(rows, work.pairs) - fitted.constant)
 
-        forward = seconds("forward")
+        forward, both = seconds(parts["forward"]), parts["backward"]
         recomputed = forward if recompute and (upstream or layer.trainable) else 0.0
         if not upstream:
-            return LayerTime(forward, 0.0, layer.trained_share * seconds("backward_weight"), recomputed)
-        own = seconds("backward_input")
-        weights = max(seconds("backward") - own, 0.0)
-        return LayerTime(forward, own, layer.trained_share * weights, recomputed)
+            return LayerTime(forward, 0.0, layer.trained_share * seconds(parts["backward_weight"]), recomputed)
+        alone = parts["backward_input"]
+        if (
+            layer.trained_share
+        ):  # no coefficient above that of both: what is left for weights is linear, and not negative
+            alone = Coefficients(*map(min, astuple(alone), astuple(both)))
+        own = seconds(alone)
+        return LayerTime(forward, own, layer.trained_share * (seconds(both) - own), recomputed)
 
     def layer_seconds(
         self, shape: ModuleShape, work: Work, upstream: bool, tp: int = 1, recompute: bool = False

@@ -6,12 +6,10 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 
 from hetmesh.data.mixture import MixtureSource
-from hetmesh.data.shuffle import permuted
 
 SHUFFLED, GIVEN, TOKENS = "shuffled", "given", "tokens"
 """Orders by the name that a recipe gives them; another one is a module, by rising rows that it computes."""
@@ -19,15 +17,8 @@ SHUFFLED, GIVEN, TOKENS = "shuffled", "given", "tokens"
 DECK = 1024
 """Samples of a phase in which each source has its share, to the nearest whole number."""
 
-
-class SampleOrder(Protocol):
-    """What a Loader asks for indices."""
-
-    def indices(self, first: int, count: int) -> list[int]:
-        """Those of `count` places of the stream from `first` on."""
-
-    def until(self, place: int) -> str:
-        """What the indices before `place` depend on, beside the seed, the source and whether it is shuffled."""
+_ROUNDS = 6  # of the Feistel network of `permuted`
+_MASK = (1 << 64) - 1
 
 
 class EpochOrder:
@@ -47,7 +38,7 @@ class EpochOrder:
         self._rising = None if key is None else np.argsort(key, kind="stable")
 
     def indices(self, first: int, count: int) -> list[int]:
-        """See `SampleOrder`."""
+        """Those of `count` places of the stream from `first` on."""
         found: list[int] = []
         stop = first + count
         while first < stop:
@@ -62,7 +53,7 @@ class EpochOrder:
         return found
 
     def until(self, place: int) -> str:
-        """See `SampleOrder`."""
+        """What the indices before `place` depend on, beside the seed, the source and whether it is shuffled."""
         return self.name
 
 
@@ -100,7 +91,7 @@ class PhasedOrder:
         return [*np.cumsum([np.zeros(len(self._sizes), np.int64), *given], axis=0)]
 
     def indices(self, first: int, count: int) -> list[int]:
-        """See `SampleOrder`."""
+        """As of `EpochOrder`."""
         found: list[int] = []
         stop = first + count
         while first < stop:
@@ -111,7 +102,7 @@ class PhasedOrder:
         return found
 
     def until(self, place: int) -> str:
-        """See `SampleOrder`."""
+        """As of `EpochOrder`."""
         begun = [(step, weights) for step, weights in self.phases.items() if step * self.batch < place]
         said = [f"from step {step} {dict(sorted(weights.items()))}" for step, weights in begun]
         return ", ".join([*said, f"{self.batch} samples a step"])
@@ -139,6 +130,10 @@ class PhasedOrder:
         return deck[permuted(range(DECK), DECK, self.seed, 1 + phase, number)]
 
 
+SampleOrder = EpochOrder | PhasedOrder
+"""What a Loader asks for indices."""
+
+
 def _cards(weights: Sequence[float]) -> np.ndarray:
     """`DECK` in proportion to weights, by largest remainders; none that is above 0 gets nothing."""
     given = np.array(weights)
@@ -148,3 +143,45 @@ def _cards(weights: Sequence[float]) -> np.ndarray:
         best = np.argmax(ideal - cards) if left > 0 else np.argmax(np.where(cards > 1, cards - ideal, -np.inf))
         cards[best] += np.sign(left)
     return cards
+
+
+def permuted(positions: Sequence[int], size: int, *key: int) -> list[int]:
+    """Where a random permutation of `0..size-1` sends `positions`, computed one by one: no size costs memory.
+
+    A Feistel network permutes the smallest even-bit block of integers that holds `0..size-1`; results outside are sent
+    through it again until they fall inside ("cycle walking": J. Black and P. Rogaway, Ciphers with Arbitrary Finite
+    Domains, CT-RSA 2002). The round function is the finaliser of splitmix64. For shuffling, not for secrets. Unlike a
+    library's shuffle the order can never change with a version, so a resumed run continues the same one.
+
+    Args:
+        size: 1..2**62.
+        key: chooses the permutation, e.g. `(seed, epoch)`.
+    """
+    if not 1 <= size <= 1 << 62:
+        raise ValueError(f"size must be in 1..2**62, got {size}")
+    if any(not 0 <= p < size for p in positions):
+        raise ValueError(f"positions must be in 0..{size - 1}, got {list(positions)}")
+    half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
+    low = np.uint64((1 << int(half)) - 1)
+    state = np.uint64(0)
+    for part in key:
+        state = _mix(np.array([part & _MASK], np.uint64) ^ _mix(np.array([state], np.uint64)))[0]
+    round_keys = _mix(state + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
+
+    values = np.array(positions, np.uint64)
+    walking = np.ones(len(values), bool)
+    while walking.any():
+        left, right = values[walking] >> half, values[walking] & low
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & low)
+        values[walking] = left << half | right
+        walking = values >= size
+    return values.tolist()
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: every output bit depends on every input bit."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -252,7 +252,11 @@ def _lane_of_ranks(plan: ModulePlan) -> Iterator[tuple[int, int]]:
 
 
 def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:
-    """Some global batches, of which a layout that is reduced to a share of its lanes takes that share."""
+    """Some global batches, evenly from the problem's window, of which a layout that is reduced to a share of its lanes
+    takes that share."""
     size = max(round(problem.global_batch_size * share), 1)
-    have = len(problem.samples)
-    return [problem.samples.take([i % have for i in range(b * size, (b + 1) * size)]) for b in range(batches)]
+    have, count = len(problem.typical), max(len(problem.typical) // problem.global_batch_size, 1)
+    firsts = [
+        b * count // batches * problem.global_batch_size if count >= batches else b * size for b in range(batches)
+    ]
+    return [problem.typical.take([i % have for i in range(first, first + size)]) for first in firsts]

@@ -145,7 +145,7 @@ class Predictor:
         step = float(np.mean([timeline.makespan for timeline in timelines]))
         peak = max(max(timeline.peak_bytes) for timeline in timelines)
         reserved = 0 if self.quick else problem.reserved(laid_out(problem, plan))
-        tokens = float(problem.samples.tokens.mean()) * problem.global_batch_size
+        tokens = float(problem.typical.tokens.mean()) * problem.global_batch_size
         ideal = 0.0
         for name, flops in self._flops.items():
             peak_flops = problem.machine.peak(str(problem.graph[name].options.row_dtype).removeprefix("torch."))

@@ -52,7 +52,8 @@ class Problem:
         facts: of every module.
         machine: its peaks, links and memory.
         ranks: how many there are; the first `machine.ranks_per_node` share a node, and so on.
-        samples: expanded metadata to lay out, several global batches of them.
+        samples: expanded metadata, global batches from all of the run in its order: the largest samples are looked for
+            among all of them.
         global_batch_size: samples per step.
         optimizer: its name in a recipe.
         balance: how batches are balanced.
@@ -62,6 +63,7 @@ class Problem:
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
             predicted: workspaces of kernels, fragments.
         communicators: how many each rank of a layout uses; None: they count for nothing.
+        window: batches, evenly from `samples`, of which means are taken and some are laid out; None: all.
     """
 
     graph: ModuleGraph
@@ -76,6 +78,7 @@ class Problem:
     memory_bytes: int | None = None
     profile: Profile | None = None
     communicators: Callable[[ModuleGraph], Mapping[int, int]] | None = None
+    window: int | None = None
 
     @property
     def limit(self) -> int:
@@ -88,9 +91,18 @@ class Problem:
         return self.machine.context_bytes + most * self.machine.communicator_bytes
 
     @cached_property
+    def typical(self) -> MetaArrays:
+        """The samples of the window."""
+        size, count = self.global_batch_size, len(self.samples) // self.global_batch_size
+        if self.window is None or self.window >= count:
+            return self.samples
+        firsts = [k * count // self.window * size for k in range(self.window)]
+        return self.samples.take([i for first in firsts for i in range(first, first + size)])
+
+    @cached_property
     def mean_work(self) -> Mapping[str, np.ndarray]:
         """Per module the rows, pairs and targets of the mean sample."""
-        return {name: samples_work(self.graph, name, self.samples).mean(0) for name in self.graph.order}
+        return {name: samples_work(self.graph, name, self.typical).mean(0) for name in self.graph.order}
 
     def typical_work(self, name: str, samples: float) -> Work:
         """What a typical microbatch of that many samples gives one lane of a module: the mean, at least one row."""

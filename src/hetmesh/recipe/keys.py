@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from hetmesh.errors import Refusals
 from hetmesh.recipe import sections as sections
@@ -40,9 +40,9 @@ def valid_keys(section: str) -> tuple[str, ...]:
 
 
 def is_flag(section: str, key: str) -> bool:
-    """Whether a key of hetmesh's or torchtitan's is true or false."""
+    """Whether a key of hetmesh's or torchtitan's may be true or false."""
     if section in SECTIONS and key in (fields := SECTIONS[section].model_fields):
-        return fields[key].annotation is bool
+        return fields[key].annotation is bool or True in get_args(fields[key].annotation)
     row = FOREIGN.get(section, {}).get(key)
     return row is not None and row.accepted in ((True,), (False,))
 

@@ -16,6 +16,7 @@ from hetmesh.records.metrics import amount
 from hetmesh.report.text import contents, verdict
 from hetmesh.report.values import fit_json
 from hetmesh.resolve.modules import notes_on_experts
+from hetmesh.resolve.plan_phases import MIN_GAIN, PhasePlan
 from hetmesh.simulate import CLASSES
 
 _BUBBLES = {name: name.replace("_", " ") for name in CLASSES} | {"tp": "collectives in layers"}
@@ -25,15 +26,24 @@ points off the published ones (`bench.py planner`)."""
 
 
 def plan_text(
-    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
+    problem: Problem,
+    found: Found,
+    seconds: float,
+    macro: MacroBatch | None = None,
+    batches: int = BATCHES,
+    steps: range | None = None,
+    phases: Sequence[PhasePlan] = (),
 ) -> str:
     """Tables for people, lines of at most about 120 characters; `macro` is what is certified of how ranks are parted
-    (None: there is nothing to part), `batches` the number of sampled batches whose mean decided."""
-    return "\n".join(line.rstrip() for line in _lines(problem, found, seconds, macro, batches))
+    (None: there is nothing to part), `batches` the number of sampled batches whose mean decided, `steps` those whose
+    data were looked at, `phases` what is planned for each phase of the data."""
+    lines = [*_lines(problem, found, seconds, macro, batches, steps), *_phase_lines(problem, phases)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str]:
-    """What is certified of how ranks are parted between modules, or why nothing is."""
+def macro_batch_lines(macro: MacroBatch, modules: Sequence[str], steps: range | None = None) -> Iterator[str]:
+    """What is certified of how ranks are parted between modules, or why nothing is, and in which of `steps` (None: it
+    is not known how many there are)."""
     split = ", ".join(f"{name} {count}" for name, count in zip(modules, macro.split, strict=True))
     if macro.samples:
         yield (
@@ -49,13 +59,41 @@ def macro_batch_lines(macro: MacroBatch, modules: Sequence[str]) -> Iterator[str
         return
     yield f"macro batch: refused, the data drift; plan again for the part of the run that matters. On the whole {split}"
     for drift in macro.drifts:
-        a, b = (round(100 * part) for part in drift.place)
+        where = "from {} to {}% of the run".format(*(round(100 * part) for part in drift.place))
+        if steps:
+            a, b = (steps.start + round(part * len(steps)) for part in drift.place)
+            where = f"from step {a + 1} to {b}"
         share = drift.measure == SHARE
         values = [f"{100 * x:.1f}%" if share else f"{amount(x)}FLOP" for x in (drift.here, drift.elsewhere)]
-        yield f"   {drift.module}: {drift.measure} {values[0]} from {a} to {b}% of the run, {values[1]} elsewhere"
+        yield f"   {drift.module}: {drift.measure} {values[0]} {where}, {values[1]} elsewhere"
 
 
-def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int) -> Iterator[str]:
+def _phase_lines(problem: Problem, phases: Sequence[PhasePlan]) -> Iterator[str]:
+    if phases:
+        yield from ("", "phases of the data, each planned for itself:")
+    for number, phase in enumerate(phases, 1):
+        yield f"{number}  steps {phase.steps.start + 1:,} to {phase.steps.stop:,}"
+        if phase.macro is not None:
+            yield from (f"   {line}" for line in macro_batch_lines(phase.macro, problem.own, phase.steps))
+        if phase.best is None:
+            yield "   no layout fits"
+            continue
+        yield f"   best: {phase.best.plan.placement}, {phase.best.step_s * 1e3:,.0f} ms a step"
+        if phase.pays:
+            gain = "the layout before does not fit"
+            if phase.kept is not None:
+                gain = f"{phase.saved:.1%} less time than the {phase.kept.step_s * 1e3:,.0f} ms of the layout before"
+            yield f"   plan anew here: {gain};"
+            how = f"`hetmesh plan --phase {number} --write FILE` writes the recipe with which to resume the checkpoint"
+            yield f"   {how} of step {phase.steps.start}"
+        elif not phase.first:
+            saved = max(phase.saved, 0.0)
+            yield f"   stay with the layout before: a change would save {saved:.1%}, which is below {MIN_GAIN:.0%}"
+
+
+def _lines(
+    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int, steps: range | None
+) -> Iterator[str]:
     limit = f", at most {amount(problem.limit)}B on a rank" if problem.limit else ""
     ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
     yield f"{ranks}, {problem.global_batch_size} samples per step{limit}"
@@ -64,7 +102,7 @@ def _lines(problem: Problem, found: Found, seconds: float, macro: MacroBatch | N
         f"{seconds:.1f} s; the best by {counted(batches, 'sampled batch', 'sampled batches')}"
     )
     if macro is not None:
-        yield from macro_batch_lines(macro, problem.own)
+        yield from macro_batch_lines(macro, problem.own, steps)
     if found.fastest is None:
         yield from _refused(found)
         return
@@ -174,9 +212,15 @@ def _refused(found: Found) -> Iterator[str]:
 
 
 def plan_json(
-    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None = None, batches: int = BATCHES
+    problem: Problem,
+    found: Found,
+    seconds: float,
+    macro: MacroBatch | None = None,
+    batches: int = BATCHES,
+    steps: range | None = None,
+    phases: Sequence[PhasePlan] = (),
 ) -> dict[str, Any]:
-    """The same as plain values."""
+    """The same as plain values; steps count from 1."""
     asked = {"machine": problem.machine.name, "ranks": problem.ranks, "global_batch_size": problem.global_batch_size}
     counts = {key: getattr(found, key) for key in ("considered", "simulated", "too_large", "least_bytes")}
     return {
@@ -186,9 +230,23 @@ def plan_json(
         "refused": dict(found.refused),
         "seconds": seconds,
         "batches": batches,
+        "window": len(problem.typical),
+        "steps": None if steps is None else [steps.start + 1, steps.stop],
         "macro_batch": None if macro is None else asdict(macro),
+        "phases": [_phase_json(problem, phase) for phase in phases],
         "notes": _notes(problem),
         "plans": [_as_json(problem, layout) for best in found.best.values() for layout in best],
+    }
+
+
+def _phase_json(problem: Problem, phase: PhasePlan) -> dict[str, Any]:
+    return {
+        "steps": [phase.steps.start + 1, phase.steps.stop],
+        "macro_batch": None if phase.macro is None else asdict(phase.macro),
+        "plan": None if phase.best is None else _as_json(problem, phase.best),
+        "kept_step_s": None if phase.kept is None else phase.kept.step_s,
+        "saved": phase.saved,
+        "pays": phase.pays,
     }
 
 

@@ -26,7 +26,7 @@ from hetmesh.simulate import MemoryFit, largest_memory, rank_memory, simulate
 BATCHES = 4
 """Global batches, evenly from all of the run, that are simulated with deferral and without."""
 
-MIN_GAIN = 0.02
+MIN_GAIN = 0.01
 """Part of the step that it must save: rows wait for longer, and encoders warm up with one more forward."""
 
 

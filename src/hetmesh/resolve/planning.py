@@ -26,10 +26,15 @@ from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.schedule import POLICIES
 
 BATCHES = 4
-"""Global batches of samples that the planner sees."""
+"""Global batches of which the planner takes means, at least."""
 
-MAX_CERTIFIED_SAMPLES = 4096
-"""Samples, from all of the run, among which a stable split and drift are looked for."""
+MAX_SAMPLES = 4096
+"""Samples, from all of the run, among which a stable split, drift and the largest samples are looked for: more seldom
+say more, and their metadata may have to be read from as many files. Of larger global batches `BATCHES` are."""
+
+MAX_SIMULATED = 8
+"""Batches of the simulation that decides, of at most `MAX_SAMPLES` samples together: a search simulates some fifty
+layouts, each on all of them, and what a mean of eight still errs by is less than predictions do."""
 
 
 def recipe_problem(
@@ -40,6 +45,7 @@ def recipe_problem(
     fixed: Mapping[str, Any] | None = None,
     memory_bytes: int | None = None,
     profile: str | None = None,
+    steps: range | None = None,
 ) -> Problem:
     """What the planner searches for a recipe; its own layout counts for nothing, its global batch size stays.
 
@@ -48,6 +54,7 @@ def recipe_problem(
         ranks: None: those of the recipe.
         fixed: `"llm.tensor_parallel_degree"` -> 8 and the like; also `placement`, `schedule` and `microbatch_size`.
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
+        steps: of the run, whose samples count; None: all.
 
     Raises:
         RecipeError: sizes of a module or a machine that are not known.
@@ -57,8 +64,10 @@ def recipe_problem(
     fitted = profile or recipe.profiling.profile
     _check_packing(recipe, adapters)
     plain = replace(resolved, graph=_without_layout(recipe, resolved.graph))
-    graph, model, loader = plain.graph, plain.step_model(machine, profile), plain.loader()
-    samples = loader.drawn([i for step in range(BATCHES) for i in loader.indices(step)]).metas
+    graph, model, loader = plain.graph, plain.step_model(machine, profile), resolved.loader()
+    steps, size = steps or range(recipe.training.steps), recipe.batch.global_batch_size
+    count = min(max(-(-MAX_SAMPLES // size), BATCHES), len(steps))
+    samples = loader.drawn([i for k in range(count) for i in loader.indices(steps[k * len(steps) // count])]).metas
     facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
     return Problem(
         graph,
@@ -76,21 +85,26 @@ def recipe_problem(
     )
 
 
-def recipe_macro_batch(resolved: ResolvedRecipe, problem: Problem) -> MacroBatch | None:
-    """What samples from all of the run say about how ranks are divided between modules; None where there is nothing to
+def recipe_macro_batch(problem: Problem) -> MacroBatch | None:
+    """What the samples of a problem say about how ranks are divided between modules; None where there is nothing to
     divide."""
     if not 2 <= len(problem.own) <= problem.ranks:
         return None
-    loader, steps = resolved.loader(), resolved.recipe.training.steps
-    batches = min(max(-(-MAX_CERTIFIED_SAMPLES // resolved.recipe.batch.global_batch_size), BATCHES), steps)
-    samples = [i for k in range(batches) for i in loader.indices(k * steps // batches)]
-    return certify(sample_flops(problem, loader.drawn(samples).metas), problem.own, problem.ranks)
+    return certify(sample_flops(problem, problem.samples), problem.own, problem.ranks)
 
 
-def batches_to_simulate(macro: MacroBatch | None, global_batch_size: int) -> int:
-    """Sampled global batches that hold a certified macro batch, of those that a problem has; some anyway."""
-    batches = -(-macro.samples // global_batch_size) if macro is not None else 0
-    return min(max(batches, SIMULATED), BATCHES)
+def certified(problem: Problem, macro: MacroBatch | None) -> tuple[Problem, int]:
+    """What a certificate decides: the window of batches that means are taken of, and how many batches are simulated.
+
+    Both hold a certified macro batch; where nothing is certified, the window is all that was looked at. A window has at
+    least `BATCHES` batches and no more than there are, a simulation `BATCHES` of `search` to `MAX_SIMULATED`.
+    """
+    size = problem.global_batch_size
+    there = max(len(problem.samples) // size, 1)
+    holds = there if macro is None or not macro.samples else -(-macro.samples // size)
+    most = max(min(MAX_SIMULATED, MAX_SAMPLES // size), SIMULATED)
+    batches = SIMULATED if macro is None else min(max(holds, SIMULATED), most)
+    return replace(problem, window=min(max(holds, BATCHES), there)), batches
 
 
 def _check_packing(recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
