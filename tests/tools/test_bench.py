@@ -247,6 +247,18 @@ def test_stragglers_are_measured_and_predicted(load):
     json.dumps(result, allow_nan=False)
 
 
+@pytest.mark.exhaustive
+def test_held_out_errors_of_a_profile(load):
+    """E1."""
+    profile = load("benchmarks.profile")
+    result = profile.run(options(profile, "--seconds", "0", "--keys", "training.local_batch_size=4"))
+    assert 0 < result["mean"] < result["worst"]
+    assert 0 < result["collectives_mean"] <= result["collectives_worst"]
+    assert all(errors["count"] > 3 for each in result["recipes"].values() for errors in each.values())
+    assert profile.table(result).count("%") == 8
+    json.dumps(result, allow_nan=False)
+
+
 def test_a_regret_is_judged_by_other_repetitions_than_those_that_choose(load):
     regret = load("benchmarks.straggler.regret").regret
     assert regret([[1.0] * 4, [2.0] * 4, [0.8] * 4]) == pytest.approx(0.25)

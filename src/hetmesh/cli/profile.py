@@ -32,7 +32,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Measure layers in this one process, on one device; a CPU's with one thread. Their collectives before that, in a
     process for each rank of a group."""
     with no_blas_threads():
-        recipe = load_recipe(args.recipe, overrides)
+        # An older profile may be of other modules.
+        recipe = load_recipe(args.recipe, (*overrides, "--profiling.profile="))
         import torch
 
     from hetmesh.errors import LaunchError

@@ -38,6 +38,11 @@ UNIT_S = 1e-15
 _UPDATED_ELEMENTS = {"AdamW": 8, "Adam": 8, "SGD": 4}  # read and written per parameter: norm, scaling and update
 
 
+def _rounded(value: float) -> float:
+    """To nine digits: balancers shall find the same on processors that sum in another order."""
+    return float(f"{value:.9g}")
+
+
 class StepModel:
     """The one model of what a step costs, for training, simulation, explanation and planning.
 
@@ -179,11 +184,11 @@ class StepModel:
         """
         forward, backward = (sum(parts) for parts in zip(*self._stage_seconds(module), strict=True))
         typical, spec = self._typical(module, work), self._modules[module].spec
-        ratio = float(backward @ typical / (forward @ typical)) if forward @ typical else 0.0
+        ratio = _rounded(float(backward @ typical / (forward @ typical))) if forward @ typical else 0.0
         # Balancers divide what a lane costs by its ranks; a layer's seconds are of a rank, with all rows of its lane
         # under tensor parallelism, and a share of them under context parallelism.
         ranks = spec.mesh.axis_size("tp") * np.array([spec.mesh.axis_size("cp"), 1, 1, 1])
-        constant, row, pair, target = (round(float(n)) for n in forward * ranks / UNIT_S)
+        constant, row, pair, target = (round(_rounded(n)) for n in forward * ranks / UNIT_S)
         return SampleCosts((row, pair, target), ratio, constant)
 
     def stage_shares(self, module: str, work: Work) -> tuple[tuple[float, float], ...]:
@@ -192,7 +197,7 @@ class StepModel:
         seconds = np.array([[forward @ typical, back @ typical] for forward, back in self._stage_seconds(module)])
         whole = seconds.sum(0)
         shares = np.where(whole > 0, seconds / np.where(whole > 0, whole, 1.0), 0.0)
-        return tuple((float(forward), float(back)) for forward, back in shares)
+        return tuple((_rounded(forward), _rounded(back)) for forward, back in shares)
 
     def _typical(self, module: str, work: Work) -> np.ndarray:
         cp = self._modules[module].spec.mesh.axis_size("cp")

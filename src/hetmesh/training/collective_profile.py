@@ -19,6 +19,7 @@ from torch import Tensor
 from hetmesh._processes import one_torch_thread
 from hetmesh.balance import plan_batch
 from hetmesh.balance.co_located import lane_ranks
+from hetmesh.boundary.world import gather_objects
 from hetmesh.cost import LayerShape, Observation, layer_kind
 from hetmesh.cost.fitted import COLLECTIVES, fit
 from hetmesh.data.loader import TRAIN
@@ -90,12 +91,11 @@ def _observations(job: Job, marks: _Marks, size: int) -> Iterator[Observation]:
     repeated: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for repetition in range(_REPETITIONS):
         feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
-        everyone: list[Any] = [None] * world.size
-        with world.waiting("collectives of other ranks"):
+        with world.waiting("the next step of other ranks"):
             dist.barrier(group=group)
-            marks.begin()
-            job.runtime.run(schedule, plan, feed, step=repetition)
-            dist.all_gather_object(everyone, marks.seconds(), group=group)
+        marks.begin()
+        job.runtime.run(schedule, plan, feed, step=repetition)
+        everyone = gather_objects(marks.seconds(), world, "collectives of other ranks")
         for key in everyone[0] if repetition else ():
             ranks = lane_ranks(job.graph[marks.layers[key[0]][0]])[0]
             repeated[key].append(min(everyone[rank][key] for rank in ranks))

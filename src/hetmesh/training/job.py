@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
+from hetmesh.boundary.world import gather_objects
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
@@ -275,9 +276,7 @@ class Job:
 
 def _check_profile(resolved: ResolvedRecipe, world: World) -> None:
     """Raise RecipeError on all ranks unless all have read the same profile: balancers and cuts go by it. Collective."""
-    digests: list[str] = [""] * world.size
-    with world.waiting("what other ranks read as [profiling] profile"):
-        dist.all_gather_object(digests, resolved.profile_digest, group=world.group(range(world.size)))
+    digests = gather_objects(resolved.profile_digest, world, "what other ranks read as [profiling] profile")
     if other := next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0):
         path = resolved.recipe.profiling.profile
         raise RecipeError(
