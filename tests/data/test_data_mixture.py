@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -218,6 +219,15 @@ def test_bad_phases_are_refused_with_the_key(tmp_path, capsys, old, new, said):
     path.write_text(RECIPE.replace(old, new))
     assert main(["check", str(path)]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_phases_that_the_page_shows():
+    page = (Path(__file__).parents[2] / "src" / "hetmesh" / "data" / "README.md").read_text()
+    (block,) = re.findall(r"```toml\n(\[\[data\.phases\]\].*?)```", page, re.DOTALL)
+    mixture = "".join(f'[[data.mixture]]\nsource = "digits"\nname = "{name}"\n' for name in ("captions", "chat"))
+    loader = resolve(parse_recipe(RECIPE[: RECIPE.index("[[data")] + mixture + block)).loader()
+    counts = [loader.source.counts(loader.order.indices(8 * step, 1024)) for step in (0, 20000)]
+    assert counts == [{"captions": 768, "chat": 256}, {"captions": 205, "chat": 819}]
 
 
 def test_a_phase_that_never_begins_is_noted(tmp_path, capsys):
