@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetmesh.api import train
 from hetmesh.cli import main
 from hetmesh.data import DigitsSource, Loader, MixtureSource, SyntheticSource, make_source
 from hetmesh.data.recipe_sources import recipe_source
@@ -16,7 +17,6 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.run_view import read_run
 from hetmesh.resolve.resolved import resolve
-from hetmesh.training.trainer import train
 
 
 def synthetic(length, seed=0, **options):

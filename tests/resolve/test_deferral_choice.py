@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.straggler.source import recipe as charts
+from hetmesh.api import train
 from hetmesh.cli import main
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records.run_view import read_run
@@ -12,7 +13,6 @@ from hetmesh.resolve.predictions import step_memory
 from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import simulate
-from hetmesh.training.trainer import train
 
 RECIPE = """
 [modules.vision]
