@@ -49,6 +49,9 @@ RUN_BY = {
     "src/hetmesh/planner/README.md": {
         "hetmesh plan recipes/siglip_qwen3_8b.toml": (f"{COMMANDS}::test_plan_then_look_at_the_plan",),
     },
+    "src/hetmesh/data/README.md": {
+        "[[data.phases]]": ("tests/data/test_data_mixture.py::test_the_phases_that_the_page_shows",),
+    },
     "src/hetmesh/models/split/README.md": {
         "[model]": (f"{COMMANDS}::test_the_heart_of_a_recipe_of_a_directory",),
     },

@@ -2,17 +2,20 @@
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetmesh.api import train
 from hetmesh.cli import main
 from hetmesh.data import DigitsSource, Loader, MixtureSource, SyntheticSource, make_source
 from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.sample_order import PhasedOrder
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.records.run_view import read_run
 from hetmesh.resolve.resolved import resolve
 
 
@@ -218,6 +221,71 @@ def test_bad_phases_are_refused_with_the_key(tmp_path, capsys, old, new, said):
     path.write_text(RECIPE.replace(old, new))
     assert main(["check", str(path)]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+TEXTS = """
+[modules.llm]
+model = "qwen3"
+config = { hidden_size = 16, num_hidden_layers = 2, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 8 }
+[training]
+global_batch_size = 8
+[checkpoint]
+enable = true
+[profiling]
+timeline = false
+[[data.mixture]]
+source = "synthetic"
+name = "short"
+options = { vocab_size = 64, image_token = 63, max_images = 0, text_tokens = [4, 8], length = 50 }
+[[data.mixture]]
+source = "synthetic"
+name = "long"
+options = { vocab_size = 64, image_token = 63, max_images = 0, text_tokens = [8, 30], length = 90, seed = 1 }
+[[data.phases]]
+start_step = 0
+weights = { short = 1 }
+[[data.phases]]
+start_step = 3
+weights = { short = 1, long = 3 }
+[[data.phases]]
+start_step = 6
+weights = { long = 1 }
+"""
+
+
+def trained(rank, recipe):
+    train(recipe)
+
+
+@pytest.mark.slow
+def test_e2_a_run_goes_on_in_another_layout_within_a_phase(pool, tmp_path):
+    """What each step draws is what one uninterrupted stream has, wherever the run is stopped and its layout changes."""
+    folder = f"--job.dump_folder={tmp_path / 'run'}"
+    layouts = {
+        2: ("local_batch_size=8", "llm.ranks=0"),
+        5: ("local_batch_size=2", "llm.ranks=0-1"),
+        8: ("local_batch_size=4", "llm.ranks=0-1"),
+    }
+    for steps, (size, ranks) in layouts.items():
+        keys = (f"--training.{size}", f"--parallelism.{ranks}", f"--training.steps={steps}", folder)
+        recipe = parse_recipe(TEXTS, keys)
+        pool(recipe.world_size).run(trained, recipe, timeout=120)
+    loader = resolve(parse_recipe(TEXTS)).loader()
+    records = read_run(tmp_path / "run").records
+    assert [record["step"] for record in records] == list(range(1, 9))
+    for step, record in enumerate(records):
+        assert record["samples_by_source"] == loader.source.counts(loader.indices(step))
+    assert records[0]["samples_by_source"] == {"short": 8, "long": 0}
+    assert records[7]["samples_by_source"] == {"short": 0, "long": 8}
+
+
+def test_the_phases_that_the_page_shows():
+    page = (Path(__file__).parents[2] / "src" / "hetmesh" / "data" / "README.md").read_text()
+    (block,) = re.findall(r"```toml\n(\[\[data\.phases\]\].*?)```", page, re.DOTALL)
+    mixture = "".join(f'[[data.mixture]]\nsource = "digits"\nname = "{name}"\n' for name in ("captions", "chat"))
+    loader = resolve(parse_recipe(RECIPE[: RECIPE.index("[[data")] + mixture + block)).loader()
+    counts = [loader.source.counts(loader.order.indices(8 * step, 1024)) for step in (0, 20000)]
+    assert counts == [{"captions": 768, "chat": 256}, {"captions": 205, "chat": 819}]
 
 
 def test_a_phase_that_never_begins_is_noted(tmp_path, capsys):

@@ -115,7 +115,7 @@ class PhasedOrder:
         found = np.empty(count, np.int64)
         for i, (start, size) in enumerate(zip(self.mixture.starts.values(), self._sizes, strict=True)):
             here = np.flatnonzero(sources == i)
-            own = EpochOrder(size, self.seed, shuffle=self.shuffle)
+            own = EpochOrder(size, self.seed + i, shuffle=self.shuffle)  # not in step with a source of equal size
             found[here] = np.array(own.indices(int(drawn[i]), len(here)), np.int64) + start
         return found.tolist()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -61,8 +62,8 @@ def macro_batch_lines(macro: MacroBatch, modules: Sequence[str], steps: range | 
     for drift in macro.drifts:
         where = "from {} to {}% of the run".format(*(round(100 * part) for part in drift.place))
         if steps:
-            a, b = (steps.start + round(part * len(steps)) for part in drift.place)
-            where = f"from step {a + 1} to {b}"
+            first, last = (part * len(steps) for part in drift.place)
+            where = f"from step {steps.start + int(first) + 1} to {steps.start + math.ceil(last)}"
         share = drift.measure == SHARE
         values = [f"{100 * x:.1f}%" if share else f"{amount(x)}FLOP" for x in (drift.here, drift.elsewhere)]
         yield f"   {drift.module}: {drift.measure} {values[0]} {where}, {values[1]} elsewhere"

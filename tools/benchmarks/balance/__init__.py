@@ -8,13 +8,13 @@ much the best of the others is faster, which is 0 by construction, since `auto` 
 length. `auto_worst_regret_unseen` is by how much the best of the others is faster by costs that no balancer has seen:
 each sample's work in each module times a factor drawn around 1 (`UNSEEN`).
 
-The keys are of `auto` in a recipe with `microbatches = "free"` and deferral, neither of which is the default: it may
-choose another number than 32;
-`none` and all others always have the 32. `..._default` are the keys of `auto` as a recipe has it that says nothing: 32
-microbatches, no deferral. `..._fixed` are those of `auto` with 32 microbatches and deferral, and so are the
-standard deviations, which say nothing between microbatches of other sizes. In 32 some laws cannot be even:
-`unavoidable_over_bound` says that some microbatch must hold two of the 129 largest samples, three of the 257 largest,
-and so on; `worst_over_unavoidable` is the worst of `auto` with 32 over that, of all modules.
+The keys are of `auto` in a recipe with `microbatches = "free"`, which is not the default, and deferral, which by
+default is on only where simulated steps say so: it may choose another number than 32; `none` and all others always have
+the 32. `..._default` are the keys of `auto` with 32 microbatches and no deferral. `..._fixed` are those of `auto` with
+32 microbatches and deferral, and so are the standard deviations, which say nothing between microbatches of other sizes.
+In 32 some laws cannot be even: `unavoidable_over_bound` says that some microbatch must hold two of the 129 largest
+samples, three of the 257 largest, and so on; `worst_over_unavoidable` is the worst of `auto` with 32 over that, of all
+modules.
 """
 
 from __future__ import annotations
