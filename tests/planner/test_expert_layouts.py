@@ -9,7 +9,7 @@ import pytest
 
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
-from hetmesh.planner.candidates import reshard_variants
+from hetmesh.planner.candidates import variants
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -103,7 +103,7 @@ def test_the_optimum_is_that_of_brute_force(ranks, share):
     given = tight(problem(overrides(6, **sizes), ranks, fixed=fixed), share)
     predictor, best = Predictor(given, BATCHES, LANES), float("inf")
     plans = itertools.chain.from_iterable(candidates(given, placement) for placement in PLACEMENTS)
-    for plan in (way for each in plans for way in reshard_variants(each)):
+    for plan in (way for each in plans for way in variants(given, each)):
         try:
             found = predictor.predict(plan)
         except HetmeshError:

@@ -134,7 +134,7 @@ class _End:
         for lane, own in zip(self.lanes, tokens, strict=True):
             rows, owners = whole.intervals(lane), range(len(own.shares) * own.parts)
             if self.side == "source":
-                unit = self.module.tokens_per_row
+                unit = self.module.tokens_per_row or 1
                 cuts = ([cut_out(rows, a // unit, b // unit) for a, b in own.kept(i)] for i in owners)
                 kept += [tuple(itertools.chain(*cut)) for cut in cuts]
             else:
