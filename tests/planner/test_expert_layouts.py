@@ -55,10 +55,10 @@ def drawn(seed):
     return given, problem(given, ranks, fixed={"vision.activation_checkpoint": "none", "microbatch_size": 1})
 
 
-def accepted(text, recipe, plan):
+def accepted(text, recipe, given, plan):
     """Whether `hetmesh check` takes the recipe with the layout of `plan`."""
     try:
-        resolve(parse_recipe(rewritten(text, plan_keys(recipe, plan, recipe.batch.global_batch_size))))
+        resolve(parse_recipe(rewritten(text, plan_keys(recipe, given, plan))))
     except RecipeError:
         return False
     return True
@@ -80,7 +80,7 @@ def test_what_is_proposed_is_what_check_takes(seed):
             for ep in rng.permutation(range(2, drawn_problem.ranks + 1))[:3].tolist():
                 own = replace(plan.modules["llm"], expert_parallel=ep)
                 other = replace(plan, modules={**plan.modules, "llm": own})
-                assert accepted(text, recipe, other) == (other.key() in keys), other
+                assert accepted(text, recipe, drawn_problem, other) == (other.key() in keys), other
 
 
 def tight(given, share):

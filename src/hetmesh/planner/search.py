@@ -278,7 +278,7 @@ class _Search:
         if sink.stages_per_rank > 1:
             kinds = [("1f1b", modules[name]), ("interleaved", sink)]
         for inner, own in kinds:
-            options = PolicyOptions(inner=inner)
+            options = PolicyOptions(inner=inner, early=inner == "interleaved" and plan.options.early)
             yield replace(plan, modules={**modules, name: own}, schedule="bubble_fill", options=options)
 
     def _slices(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
