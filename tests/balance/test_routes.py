@@ -1,6 +1,7 @@
 """Routes of random assignments: every row once, in the order in which each side has its rows."""
 
 import itertools
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -122,6 +123,15 @@ def test_samples_without_rows_make_no_route_and_do_not_part_what_goes_by_number(
     assert nothing.routes == Routes.make({"vision": 2, "llm": 2})
     other_counts = plan_of([(0, 1), (2, 3)], [(0, 1, 2, 3)], rows=(0, 0, 0, 1))
     assert dict(other_counts.routes.pairs) == {("vision", "llm"): ((1, 0),)}
+
+
+def test_an_encoder_that_does_not_say_how_many_tokens_make_a_row_cannot_share_them():
+    """Published rows have encoders with context parallelism of which only sizes are known."""
+    given = graph(1, 1, encoder_cp=2)
+    vision = replace(given["vision"], tokens_per_row=0)
+    plan = RandomAssignment(0)(ModuleGraph((vision, given["llm"]), (EDGE,)), [meta(0, 3), meta(1, 4)], 1)
+    with pytest.raises(GraphError, match=r"'vision': its ranks along .*tokens_per_row"):
+        [edge_layouts(plan, *route) for route in plan.routes.along(boundary_edge(plan.graph, EDGE))]
 
 
 def test_a_module_without_microbatches_is_refused():

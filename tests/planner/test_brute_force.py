@@ -10,7 +10,7 @@ import pytest
 
 from hetmesh.errors import HetmeshError
 from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
-from hetmesh.planner.candidates import module_plans, reshard_variants, with_schedules
+from hetmesh.planner.candidates import module_plans, variants, with_schedules
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
@@ -77,13 +77,15 @@ def simulated(problem, plans):
 
 def every(problem):
     plans = itertools.chain.from_iterable(candidates(problem, placement) for placement in PLACEMENTS)
-    return (way for each in plans for way in reshard_variants(each))
+    return (way for each in plans for way in variants(problem, each))
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 50))])
 def test_the_optimum_is_that_of_brute_force(seed):
     problem = random_problem(seed)
-    best, count = simulated(problem, every(problem))
+    plans = list(every(problem))
+    assert any(plan.modules["vision"].degree("pp") > 1 for plan in plans)
+    best, count = simulated(problem, plans)
     found = search(problem)
     assert count
     if found.fastest is None:

@@ -4,18 +4,145 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from analysis.encoder_plans import encoder_plans
+from benchmarks.optimus.encoder_plans import encoder_plans
 from hetmesh.balance import BalanceOptions, plan_batch
+from hetmesh.cli import main
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape, load_machine
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
-from hetmesh.planner.search import best_split, splits
+from hetmesh.planner import LayoutPlan, ModulePlan, Predictor, candidates
+from hetmesh.planner.microbatch_splits import best_split, splits
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.resolve.planning import planned_text, recipe_problem
+from hetmesh.resolve.predictions import simulate_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.schedule import PolicyOptions
 from hetmesh.simulate import StepModel, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def problem(ranks=8, recipe="digits", **kwargs):
+    sizes = ["--training.global_batch_size=32", "--training.local_batch_size=1"] if recipe == "digits" else []
+    return recipe_problem(
+        resolve(load_recipe(RECIPES / f"{recipe}.toml", sizes)), machine="h100", ranks=ranks, **kwargs
+    )
+
+
+@pytest.mark.slow
+def test_o4_encoders_have_pipelines_along_the_llm_s_or_on_ranks_of_their_own():
+    for placement in ("homogeneous", "colocated", "disjoint"):
+        plans = list(candidates(problem(), placement))
+        found = {(plan.modules["vision"].degree("pp"), plan.modules["llm"].degree("pp")) for plan in plans}
+        assert {(2, 2), (1, 2)} <= found, placement
+        assert ((2, 1) in found) == (placement == "disjoint")
+        for plan in plans if placement == "colocated" else ():
+            vision, llm = plan.modules.values()
+            assert llm.degree("pp") % vision.degree("pp") == 0
+            assert llm.degree("pp") == 1 or llm.degree("tp") % vision.degree("tp") == 0
+            pipeline = {"three_phase", "interleaved"} if vision.degree("pp") == llm.degree("pp") else {"three_phase"}
+            assert plan.schedule in (pipeline if llm.degree("pp") > 1 else {"sequential"})
+        turns = {plan.modules["llm"].stages_per_rank for plan in plans if plan.schedule == "interleaved"}
+        assert turns, placement
+        assert all(plan.schedule == "interleaved" or str(plan).count("stages per rank") == 0 for plan in plans)
+
+
+def test_ranks_of_tensor_parallelism_share_tokens_wherever_the_model_can_unless_it_is_fixed():
+    for given, shared in ((problem(), True), (problem(fixed={"llm.enable_sequence_parallel": False}), False)):
+        for placement in ("homogeneous", "colocated", "disjoint"):
+            for plan in itertools.islice(candidates(given, placement), 0, 4000, 7):
+                for name, own in plan.modules.items():
+                    assert own.sequence_parallel == (own.degree("tp") > 1 and (shared or name == "vision"))
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_the_encoder_is_planned_written_checked_and_simulated_as_it_was_predicted(tmp_path, capsys):
+    target = tmp_path / "planned.toml"
+    keys = ["--ranks", "4", "--machine", "h100", "--fix", "vision.pipeline_parallel_degree=2", "--write", str(target)]
+    keys += ["--fix", "llm.pipeline_parallel_degree=2", "--fix", "llm.enable_sequence_parallel=false"]
+    assert (
+        main(
+            [
+                "plan",
+                str(RECIPES / "digits.toml"),
+                *keys,
+                "--training.global_batch_size=16",
+                "--training.local_batch_size=1",
+            ]
+        )
+        == 0
+    )
+    assert "vision     ranks" in capsys.readouterr().out
+    assert main(["check", str(target)]) == 0
+    written = load_recipe(target)
+    assert written.parallelism.modules["vision"].pipeline_parallel_degree == 2
+    assert not written.parallelism.modules["llm"].enable_sequence_parallel
+
+
+LARGE = {
+    "chain": LayoutPlan(
+        "homogeneous",
+        {
+            "vision": ModulePlan((0, 3072), (16, 1, 48, 1, 4), sequence_parallel=True, stages_per_rank=2),
+            "llm": ModulePlan((0, 3072), (16, 1, 48, 1, 4), sequence_parallel=True, stages_per_rank=6),
+        },
+        "interleaved",
+        1,
+        PolicyOptions(early=True),
+    ),
+    "along": LayoutPlan(
+        "colocated",
+        {
+            "vision": ModulePlan((0, 3072), (12, 1, 128, 1, 2), "full", sequence_parallel=True, stages_per_rank=4),
+            "llm": ModulePlan((0, 3072), (12, 1, 64, 1, 4), sequence_parallel=True, stages_per_rank=8),
+        },
+        "interleaved",
+        1,
+        PolicyOptions(early=True),
+    ),
+    "filled": LayoutPlan(
+        "colocated",
+        {
+            "vision": ModulePlan((0, 3072), (8, 1, 96, 1, 4), "full", sequence_parallel=True, stages_per_rank=2),
+            "llm": ModulePlan((0, 3072), (8, 1, 48, 1, 8), "full", sequence_parallel=True, stages_per_rank=12),
+        },
+        "bubble_fill",
+        2,
+        PolicyOptions(inner="interleaved"),
+    ),
+    "windows": LayoutPlan(
+        "colocated",
+        {
+            "vision": ModulePlan((0, 3072), (4, 1, 96, 1, 8), "full", sequence_parallel=True),
+            "llm": ModulePlan((0, 3072), (4, 1, 96, 1, 8), "full", sequence_parallel=True),
+        },
+        "three_phase",
+        1,
+        PolicyOptions(window=8),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["along", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (*LARGE,) if n != "along")]
+)
+def test_c2_what_is_planned_for_3072_ranks_is_what_its_recipe_simulates(name, tmp_path):
+    """Of the winners of a search, and of what else a recipe can say."""
+    given, plan = problem(3072, "mllm_22b_175b"), LARGE[name]
+    path, target = RECIPES / "mllm_22b_175b.toml", tmp_path / "planned.toml"
+    text = path.read_text(encoding="utf-8")
+    target.write_text(planned_text(parse_recipe(text), text, (), given, plan), encoding="utf-8")
+    assert main(["check", str(target)]) == 0
+    predicted = Predictor(given, 1, 1).predict(plan)
+    step = simulate_recipe(resolve(load_recipe(target)), machine="h100")
+    assert step.makespan == pytest.approx(predicted.step_s, rel=1e-3)
+    assert max(step.peak_bytes) == pytest.approx(predicted.peak_bytes, rel=0.01)
 
 
 def test_o11_every_plan_divides_the_llm_s_degrees_and_shares_the_samples_evenly():

@@ -9,7 +9,7 @@ import pytest
 
 from hetmesh.errors import HetmeshError, RecipeError
 from hetmesh.planner import PLACEMENTS, Predictor, candidates, search
-from hetmesh.planner.candidates import reshard_variants
+from hetmesh.planner.candidates import variants
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -55,10 +55,10 @@ def drawn(seed):
     return given, problem(given, ranks, fixed={"vision.activation_checkpoint": "none", "microbatch_size": 1})
 
 
-def accepted(text, recipe, plan):
+def accepted(text, recipe, given, plan):
     """Whether `hetmesh check` takes the recipe with the layout of `plan`."""
     try:
-        resolve(parse_recipe(rewritten(text, plan_keys(recipe, plan, recipe.batch.global_batch_size))))
+        resolve(parse_recipe(rewritten(text, plan_keys(recipe, given, plan))))
     except RecipeError:
         return False
     return True
@@ -80,7 +80,7 @@ def test_what_is_proposed_is_what_check_takes(seed):
             for ep in rng.permutation(range(2, drawn_problem.ranks + 1))[:3].tolist():
                 own = replace(plan.modules["llm"], expert_parallel=ep)
                 other = replace(plan, modules={**plan.modules, "llm": own})
-                assert accepted(text, recipe, other) == (other.key() in keys), other
+                assert accepted(text, recipe, drawn_problem, other) == (other.key() in keys), other
 
 
 def tight(given, share):
@@ -103,7 +103,7 @@ def test_the_optimum_is_that_of_brute_force(ranks, share):
     given = tight(problem(overrides(6, **sizes), ranks, fixed=fixed), share)
     predictor, best = Predictor(given, BATCHES, LANES), float("inf")
     plans = itertools.chain.from_iterable(candidates(given, placement) for placement in PLACEMENTS)
-    for plan in (way for each in plans for way in reshard_variants(each)):
+    for plan in (way for each in plans for way in variants(given, each)):
         try:
             found = predictor.predict(plan)
         except HetmeshError:

@@ -14,7 +14,7 @@ from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import UsageError
 from hetmesh.graph import MetaArrays, Stage
 from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candidates, search
-from hetmesh.planner.candidates import can_run, homogeneous, microbatch_sizes, module_plans, reshard_variants
+from hetmesh.planner.candidates import can_run, homogeneous, microbatch_sizes, module_plans, variants
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
 from hetmesh.planner.predict import MIN_LANES, some_lanes
@@ -63,7 +63,7 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
     given = problem(4, 32, fixed={"llm.pipeline_parallel_degree": 2, "llm.data_parallel_shard_degree": 2})
     sink = next(plan for plan in module_plans(given, "llm", 0, 4) if plan.activation_checkpoint == "none")
     plan = LayoutPlan("homogeneous", next(homogeneous(given, sink)), "1f1b", 1)
-    plans = list(reshard_variants(plan))
+    plans = list(variants(given, plan))
     whole, each = (Predictor(given).predict(plan) for plan in plans)
     assert [str(plan.modules["llm"]) for plan in plans] == ["PP 2 x FSDP 2", "PP 2 x FSDP 2, gathered per microbatch"]
     assert whole.step_s < each.step_s
@@ -72,7 +72,7 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
     for plan, key in zip(plans, ("default", "always"), strict=True):
         written = parse_recipe(planned_text(parse_recipe(text), text, (), given, plan))
         assert written.parallelism.modules["llm"].fsdp_reshard_after_forward == key
-    assert len(list(reshard_variants(replace(plan, schedule="zero_bubble")))) == 1  # which must keep parameters
+    assert len(list(variants(given, replace(plan, schedule="zero_bubble")))) == 1  # which must keep parameters
     (seconds, size), (seconds_each, size_each) = map(Estimator(given, LayerCosts(given.machine)).estimate, plans)
     assert seconds < seconds_each
     assert size > size_each
@@ -100,7 +100,7 @@ def test_the_best_colocated_pipeline_is_tried_with_its_gaps_filled():
     fixed = {**FEW, "llm.pipeline_parallel_degree": 4, "vision.data_parallel_replicate_degree": 4}
     given = slower(problem(4, 8, fixed=fixed), 1000)
     (plan,) = candidates(given, "colocated")
-    found = search(given)
+    found = search(given, shown=20)
     by_plan = {each.plan.key(): each for each in found.best["colocated"]}
     filled, plain = by_plan[replace(plan, schedule="bubble_fill").key()], by_plan[plan.key()]
     assert filled.step_s < 0.99 * plain.step_s
@@ -183,7 +183,8 @@ def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks(
     eight = recipe_problem(resolve(given), machine="h100", ranks=8, fixed=fixed)
     of_all = min(found[0].step_s for found in search(eight, shown=1).best.values())
     # Where each microbatch gathers: once per step the memory for the encoder's replicas is the LLM's.
-    monkeypatch.setattr(sys.modules["hetmesh.planner.search"], "reshard_variants", lambda plan: iter([plan]))
+    monkeypatch.setattr(sys.modules["hetmesh.planner.search"], "variants", lambda problem, plan: iter([plan]))
+    monkeypatch.setattr(sys.modules["hetmesh.planner.search"], "gathered_once", lambda plan: plan)
     best = search(eight, shown=1).best
     assert best["colocated"][0].step_s <= best["homogeneous"][0].step_s
     assert of_all <= min(found[0].step_s for found in best.values())
@@ -265,7 +266,7 @@ def test_nothing_that_does_not_fit_is_proposed(four):
 
 def test_what_estimates_take_for_too_large_is_found_if_it_fits(four, monkeypatch):
     given, _ = four
-    monkeypatch.setattr(Estimator, "estimate", lambda self, plan: (1.0, 10**15))
+    monkeypatch.setattr(Estimator, "estimate", lambda self, plan, most=0.0: (1.0, 10**15))
     assert search(given).fastest is not None
 
 
@@ -287,7 +288,7 @@ def test_o3_what_encoders_keep_until_the_tail_prunes_plans():
         found = search(replace(given, memory_bytes=held[-1][0] - 1))
         assert max(costs.static_bytes.values()) + min(each) < held[-1][0] - 1
         assert found.best["colocated"] == ()
-        assert found.too_large == 1
+        assert found.too_large == found.simulated >= 1  # in windows, too
     few, many = held
     assert many[2] > few[2]
     assert many[0] - few[0] >= many[1] - few[1]
@@ -317,7 +318,7 @@ def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
     overrides = ["--debug.seed=3", "--boundaries.0.from=vision", *extra]
     before, text = load_recipe(path, overrides), path.read_text(encoding="utf-8")
     given = recipe_problem(resolve(before), machine="h100", ranks=8)
-    assert (key in not_kept(before)) == bool(extra)
+    assert not_kept(before) == []  # tokens are shared wherever they can be
     for placement in PLACEMENTS:
         plans = list(itertools.islice(candidates(given, placement), 0, 4000, 571))[:3]
         assert plans
@@ -327,6 +328,11 @@ def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
             assert after.batch.global_batch_size == before.batch.global_batch_size
             assert after.batch.microbatch_size == plan.microbatch_size
             assert (after.schedule, after.optimizer) == (plan.schedule, before.optimizer)
+
+
+def test_keys_of_a_layout_that_plans_do_not_have_are_named():
+    three_phase = load_recipe(RECIPES / "digits_three_phase.toml", ["--parallelism.three_phase_offload=true"])
+    assert "parallelism.three_phase_offload" in not_kept(three_phase)
 
 
 def test_stages_that_the_recipe_would_cut_otherwise_are_named():

@@ -32,7 +32,7 @@ def bench(monkeypatch):
         (HEAD, ROW.replace("1000", "soon"), r"line 3, column step_ms_homogeneous: 'soon' is no number"),
         (HEAD, ROW.replace("50,8", "150,8"), r"column vision_percent: '150' must be above 0, at most 100"),
         (HEAD, ROW + ",9", r"line 3: 13 cells for 12 columns"),
-        (HEAD + ",speed", ROW + ",9", r"line 2: columns \[\] are missing, \['speed'\] unknown"),
+        (HEAD.replace("gpus,", "ranks,"), ROW, r"line 2: columns \['gpus'\] are missing"),
         (HEAD + ",phase", ROW + ",all", r"line 3, column phase: 'all': valid are step, forward_backward"),
         (HEAD + ",microbatches", ROW + ",3", r"column microbatches: global_batch = 8 does not divide over 4 lanes"),
         (HEAD, "", r"no row below the names"),
@@ -73,6 +73,23 @@ def test_rows_of_any_table_are_predicted(bench, tmp_path, capsys):
     gains = [abs(first["predicted_gain"] - 10), abs(second["predicted_gain"] - 10)]
     assert found["gain_error_points"] == pytest.approx(sum(gains) / 2)
     assert found["trivial"]["gain_error_points"] == 0
+
+
+def test_rows_with_other_columns_encoder_cp_tp_and_pipelines_are_predicted_or_named(bench, tmp_path, capsys):
+    """Encoders with CP, TP and PP, on the LLM's ranks and on others; what cannot be laid out is left out by name."""
+    table = tmp_path / "rows.csv"
+    shared = ROW.replace("1/1/1/8,2/1/2/2", "2/2/1/2,2/1/2/2")
+    apart = ROW.replace("1/1/1/8,2/1/2/2", "1/2/2/1,2/1/1/2")
+    cannot = ROW.replace("1/1/1/8,2/1/2/2", "2/1/1/1,1/1/64/1")
+    lines = [f"{HEAD},speed,placement,seq,gpus_other", f"{shared},9,,4096,8", f"{apart},9,disjoint,4096,8"]
+    table.write_text("\n".join([*lines, f"{cannot},9,disjoint,4096,66"]))
+    assert bench.main(["planner", "--rows", str(table), "--quick", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["rows"]) == 2
+    assert all(row[which]["predicted_s"] > 0 for row in found["rows"] for which in ("homogeneous", "second"))
+    column, row = found["left_out"]
+    assert column == "column speed"
+    assert row.startswith("1B+7B on 8 GPUs: ")
 
 
 def test_shapes_have_the_size_that_they_stand_for(bench):

@@ -9,6 +9,7 @@ import numpy as np
 
 from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.context.token_owners import cut_out, owned_rows
+from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, RowSpace
 from hetmesh.graph.rows import lane_layout, owner_layout
 from hetmesh.layout import Intervals, Layout, RowSplit
@@ -135,6 +136,11 @@ class _End:
             rows, owners = whole.intervals(lane), range(len(own.shares) * own.parts)
             if self.side == "source":
                 unit = self.module.tokens_per_row
+                if not unit:
+                    raise GraphError(
+                        f"module {self.module.name!r}: its ranks along {self.token_axes} share the tokens of its "
+                        "media, but tokens_per_row, how many make a row, is 0; give it data parallel ranks instead"
+                    )
                 cuts = ([cut_out(rows, a // unit, b // unit) for a, b in own.kept(i)] for i in owners)
                 kept += [tuple(itertools.chain(*cut)) for cut in cuts]
             else:

@@ -100,9 +100,19 @@ class _Split:
 
 @lru_cache(maxsize=1024)
 def _cells(
-    module: ModuleShape, split: _Split, itemsize: int, optimizer: str, stages: tuple[tuple[str, ...], ...], copies: int
+    module: ModuleShape,
+    split: _Split,
+    itemsize: int,
+    optimizer: str,
+    stages: tuple[tuple[str, ...], ...],
+    copies: int,
+    firsts: bool = False,
 ) -> tuple[StaticMemory, ...]:
-    """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates."""
+    """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates.
+
+    Args:
+        firsts: only of the first ranks along all but `pp`, which hold the largest parts of everything.
+    """
     cells: list[StaticMemory] = []
     for place in range(split.pp):
         elements, trainable, state, largest, update = np.zeros((5, split.tp, split.shards, split.ep), np.int64)
@@ -119,8 +129,8 @@ def _cells(
             if own is not None:  # the gathered parameter, gradient and state; and two tensors that the step makes
                 held = math.prod(shape) * (4 + own.copies) if own.whole else 2 * one
                 np.maximum(update, held * trained, out=update)
-        numbers = np.stack([elements, trainable, state, largest, update], -1).reshape(-1, 5).tolist()
-        for n, *rest in numbers:
+        numbers = np.stack([elements, trainable, state, largest, update], -1).reshape(-1, 5)
+        for n, *rest in numbers[: 1 if firsts else None].tolist():
             held = itemsize * n
             if copies:
                 held = (itemsize + copies * (not split.dense)) * rest[0] + copies * (n - rest[0])
@@ -163,7 +173,7 @@ def most_held(shape: ModuleShape, spec: ModuleSpec, optimizer: str) -> int:
     """Bytes that the rank holds of a module of a graph that holds most of it."""
     split, itemsize = _Split.of(spec.mesh), spec.options.parameter_dtype.itemsize
     splits = tuple(map(tuple, spec.splits))
-    return max(cell.total for cell in _cells(shape, split, itemsize, optimizer, splits, _copies(spec)))
+    return max(cell.total for cell in _cells(shape, split, itemsize, optimizer, splits, _copies(spec), True))
 
 
 def _copies(spec: ModuleSpec) -> int:

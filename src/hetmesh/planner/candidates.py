@@ -16,7 +16,7 @@ LONG_SAMPLE_TOKENS = 4096
 """Tokens of a sample from which on the ranks of a lane may share it where samples are packed anyway: below, the
 exchange of keys costs more than it saves, and packing would be all that is gained."""
 
-_MAX_TENSOR, _MAX_CONTEXT, _MAX_STAGES, _MAX_MICROBATCHES = 8, 8, 16, 64
+_MAX_TENSOR, _MAX_CONTEXT, _MAX_STAGES, _MAX_TURNS, _MAX_MICROBATCHES = 8, 8, 16, 12, 64
 _FEW_RANKS = 16  # ranks that are parted in any way; more in whole nodes, powers of two and some shares
 _MAX_RANK_SPLITS = 4  # ways to part the ranks that are looked at
 _CHECKPOINTS: tuple[CheckpointMode, ...] = ("none", "full")
@@ -33,35 +33,65 @@ def module_plans(problem: Problem, name: str, first: int, ranks: int) -> Iterato
     Tensor and context parallelism stay within a node. Lanes replicate their weights, shard them over all lanes, or
     shard them over the lanes of a node and replicate those; how these gather is left to `reshard_variants`.
     """
-    facts, sink = problem.facts[name], name == problem.graph.sink.name
+    facts = problem.facts[name]
     node = problem.machine.ranks_per_node or ranks
     wanted = problem.fixed.get((name, "tp"))
     for tp in [wanted] if isinstance(wanted, int) else powers_of_two(min(_MAX_TENSOR, node, ranks)):
         if facts.tensor_degrees and tp not in facts.tensor_degrees:
             continue
-        for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp, sink)):
+        shared = facts.sequence_parallel and tp > 1 and problem.fixed.get((name, "enable_sequence_parallel"), True)
+        for cp, pp in itertools.product(_contexts(problem, facts, name, node // tp), _stages(facts, ranks // tp)):
             lanes, rest = divmod(ranks, tp * cp * pp)
             if rest or not lanes:
                 continue
             for replicate, shard in _data_parallel(problem, name, lanes, max(node // (tp * cp), 1)):
                 degrees = pp, replicate, shard, cp, tp
                 for ep, checkpoint in itertools.product(_expert_degrees(facts, degrees), _CHECKPOINTS):
-                    plan = ModulePlan((first, first + ranks), degrees, checkpoint, ep)
+                    plan = ModulePlan((first, first + ranks), degrees, checkpoint, ep, "default", bool(shared))
                     if _agrees(problem, name, plan):
                         yield plan
 
 
-def reshard_variants(plan: LayoutPlan) -> Iterator[LayoutPlan]:
-    """`plan`, and the same where FSDP gathers a module in every microbatch and not once per step, or the other way
-    round; of a homogeneous layout all modules. No candidates: there would be several times as many."""
+def variants(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
+    """`plan`, and the same with what is no choice of candidates, of which there would be several times as many: FSDP
+    gathers a module in every microbatch and not once per step, or the other way round (of a homogeneous layout all
+    modules); an interleaved pipeline warms up early; three phases come in windows of microbatches."""
     each: list[list[ModulePlan]] = []
     for own in plan.modules.values():
         ways: tuple[Reshard, ...] = ("default", "always" if own.degree("pp") > 1 else "never")
         others = [replace(own, reshard=way) for way in ways if way != own.reshard and own.degree("dp_shard") > 1]
         each.append([own, *others])
-    for modules in zip(*each, strict=False) if plan.placement == "homogeneous" else itertools.product(*each):
-        if can_run(way := replace(plan, modules=dict(zip(plan.modules, modules, strict=True)))):
+    options = [plan.options]
+    if plan.schedule == "interleaved":
+        options.append(replace(plan.options, early=not plan.options.early))
+    if plan.schedule == "three_phase":
+        options += [replace(plan.options, window=window) for window in _windows(problem, plan)]
+    together = zip(*each, strict=False) if plan.placement == "homogeneous" else itertools.product(*each)
+    for modules, own in itertools.product(together, options):
+        way = replace(plan, modules=dict(zip(plan.modules, modules, strict=True)), options=own)
+        if can_run(way):
             yield way
+
+
+def gathered_once(plan: LayoutPlan) -> LayoutPlan:
+    """`plan` where FSDP gathers all modules once per step: the fastest way, which holds most."""
+    if all(own.degree("pp") > 1 or own.degree("dp_shard") == 1 for own in plan.modules.values()):
+        return plan
+    modules = {
+        name: replace(own, reshard="never") if own.degree("pp") == 1 < own.degree("dp_shard") else own
+        for name, own in plan.modules.items()
+    }
+    return replace(plan, modules=modules)
+
+
+def _windows(problem: Problem, plan: LayoutPlan) -> list[int]:
+    """Microbatches of a window: halves of the step's, for as long as they fill the pipeline twice."""
+    sink = plan.modules[problem.graph.sink.name]
+    count, found = problem.global_batch_size // (sink.lanes * plan.microbatch_size), list[int]()
+    while count % 2 == 0 and count // 2 >= 2 * sink.degree("pp"):
+        count //= 2
+        found.append(count)
+    return found
 
 
 def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> list[int]:
@@ -69,16 +99,14 @@ def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> lis
     if isinstance(fixed, int):
         return [fixed] if facts.context_parallel or fixed == 1 else []
     spec = problem.graph[name]
-    long = spec.packed and int(problem.samples.tokens.max(initial=0)) >= LONG_SAMPLE_TOKENS
+    tokens = problem.samples.tokens if name == problem.graph.sink.name else problem.samples.rows_of(name)
+    packed = spec.packed or facts.tokens_per_row > 0  # the tokens of an encoder's media never are padded
+    long = packed and int(tokens.max(initial=0)) * (facts.tokens_per_row or 1) >= LONG_SAMPLE_TOKENS
     return powers_of_two(min(most, _MAX_CONTEXT)) if facts.context_parallel and long else [1]
 
 
-def _stages(facts: ModuleFacts, most: int, sink: bool) -> list[int]:
-    layers = sum(bool(layer.name) for layer in facts.shape.layers)
-    if facts.activation is None:
-        return [1]
-    units = max(layers - max(len(facts.first_layers) - 1, 0), 1)
-    return [n for n in range(1, min(most, units if sink else 1, _MAX_STAGES) + 1) if most % n == 0]
+def _stages(facts: ModuleFacts, most: int) -> list[int]:
+    return [n for n in range(1, min(most, facts.most_stages, _MAX_STAGES) + 1) if most % n == 0]
 
 
 def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Iterator[tuple[int, int]]:
@@ -170,51 +198,89 @@ def _doubling(count: int) -> list[int]:
     return found
 
 
-def schedules(problem: Problem, placement: str, sink: ModulePlan) -> Iterator[tuple[str, int]]:
-    """Schedules, with stages per rank, that suit a placement."""
+def schedules(
+    problem: Problem, placement: str, modules: Mapping[str, ModulePlan]
+) -> Iterator[tuple[str, dict[str, ModulePlan]]]:
+    """Schedules that suit a layout, and its modules with the stages per rank that these take."""
+    *encoders, sink = modules.values()
     pp = sink.degree("pp")
-    layers = sum(bool(layer.name) for layer in problem.facts[problem.graph.sink.name].shape.layers)
-    found: list[tuple[str, int]] = [("sequential", 1)]
-    if placement == "colocated" and pp > 1:  # encoders that run on all ranks between two stages would stop the pipeline
-        found = [("three_phase", 1)]
+    beside = [own for own in encoders if own.ranks == sink.ranks]
+    found = ["sequential"]
+    if pp > 1 and beside:
+        # Encoders on all ranks between two stages of the LLM stop its pipeline. Where they are pipelines along it, they
+        # take turns with several stages of it; with one, their forwards and its backwards wait for each other.
+        found = ["three_phase"] + ["interleaved"] * all(own.degree("pp") == pp for own in beside)
     elif pp > 1 or placement == "disjoint":
-        found = [("1f1b", 1)]
-    if pp > 1 and layers >= 2 * pp and placement == "disjoint":
-        found.append(("interleaved", 2))
+        found = ["1f1b"] + ["zero_bubble"] * (pp > 1) + ["interleaved"]
     fixed = problem.fixed.get(("", "schedule"))
-    yield from ((name, count) for name, count in found if fixed in (None, name))
-    if fixed is not None and fixed not in {name for name, _ in found}:
-        yield str(fixed), 2 if fixed == "interleaved" and layers >= 2 * pp > 2 else 1
+    for name in found if fixed is None else [str(fixed)]:
+        if name != "interleaved":
+            yield name, dict(modules)
+            continue
+        # On ranks of their own encoders keep ahead with one stage per rank.
+        each = [
+            [own, *(in_turns(problem.facts[module], own) if own in beside or own is sink else ())]
+            for module, own in modules.items()
+        ]
+        for chosen in itertools.product(*each):
+            if chosen[-1].stages_per_rank > 1:
+                yield name, dict(zip(modules, chosen, strict=True))
+
+
+def in_turns(facts: ModuleFacts, plan: ModulePlan) -> Iterator[ModulePlan]:
+    """A pipeline with several stages per rank: divisors of its layers per rank, each at least twice the one before, and
+    the most."""
+    pp = plan.degree("pp")
+    most = min(facts.most_stages // pp, _MAX_TURNS) if pp > 1 else 1
+    found = {count for count in powers_of_two(most) if most % count == 0 or count == 2} | {most}
+    yield from (replace(plan, stages_per_rank=count) for count in sorted(found - {1}))
 
 
 def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
-    """All modules as the sink lies: before a pipeline, on the ranks of its first stage; ranks that share tokens are
-    lanes of their own there. What is computed again may differ between modules."""
+    """All modules as the sink lies: in its pipeline, as the first layers of one chain; or before a pipeline, on the
+    ranks of its first stage. Ranks that share tokens are lanes of their own there. What is computed again may differ
+    between modules."""
     reshard: Reshard = sink.reshard_after_forward if sink.degree("dp_shard") > 1 else "default"
-    choices: list[list[ModulePlan]] = []
     pp, replicate, shard, cp, tp = sink.degrees
     first, stop = sink.ranks
-    for name in problem.own[:-1]:
-        valid = problem.facts[name].tensor_degrees
-        if valid and tp not in valid:
-            return
-        degrees = (1, replicate * cp, shard, 1, tp)
-        ranks = first, first + (stop - first) // pp
-        either = (ModulePlan(ranks, degrees, again, reshard=reshard) for again in _CHECKPOINTS)
-        choices.append([plan for plan in either if _agrees(problem, name, plan)])
-    for chosen in itertools.product(*choices):
-        yield dict(zip(problem.own, (*chosen, sink), strict=True))
+    for own_pp in dict.fromkeys((1, pp)):
+        choices: list[list[ModulePlan]] = []
+        for name in problem.own[:-1]:
+            facts = problem.facts[name]
+            if (facts.tensor_degrees and tp not in facts.tensor_degrees) or own_pp > facts.most_stages:
+                break
+            shared = facts.sequence_parallel and tp > 1 and problem.fixed.get((name, "enable_sequence_parallel"), True)
+            own = ModulePlan(
+                (first, first + (stop - first) * own_pp // pp),
+                (own_pp, replicate * cp, shard, 1, tp),
+                reshard=reshard if own_pp < pp else sink.reshard,
+                sequence_parallel=bool(shared),
+            )
+            either = (replace(own, activation_checkpoint=again) for again in _CHECKPOINTS)
+            choices.append([plan for plan in either if _agrees(problem, name, plan)])
+        else:
+            for chosen in itertools.product(*choices):
+                yield dict(zip(problem.own, (*chosen, sink), strict=True))
 
 
-def with_schedules(problem: Problem, placement: str, choices: Iterable[dict[str, ModulePlan]]) -> Iterator[LayoutPlan]:
+def suits(plan: ModulePlan, sink: ModulePlan) -> bool:
+    """Whether an encoder may lie so on the ranks of the sink: its pipelines along the sink's, its tensor parallel ranks
+    among those of one stage (Optimus, arXiv 2408.03505, section 4.1)."""
+    pp, tp = sink.degree("pp"), sink.degree("tp")
+    return pp % plan.degree("pp") == 0 and (pp == 1 or tp % plan.degree("tp") == 0)
+
+
+def with_schedules(
+    problem: Problem, placement: str, choices: Iterable[Mapping[str, ModulePlan]]
+) -> Iterator[LayoutPlan]:
     """Every candidate of a placement from layouts of its modules: with every microbatch size and schedule."""
     if problem.fixed.get(("", "placement"), placement) != placement:
         return
     for modules in choices:
         sink = modules[problem.graph.sink.name]
         for size in microbatch_sizes(problem, sink.lanes, sink.degree("pp")):
-            for schedule, per_rank in schedules(problem, placement, sink):
-                plan = LayoutPlan(placement, modules, schedule, size, per_rank)
+            for schedule, chosen in schedules(problem, placement, modules):
+                plan = LayoutPlan(placement, chosen, schedule, size)
                 if can_run(plan):
                     yield plan
 
@@ -225,12 +291,17 @@ def can_run(plan: LayoutPlan) -> bool:
     there. Modules of one layout are homogeneous, not colocated."""
     if plan.placement == "colocated" and len({own.degrees for own in plan.modules.values()}) == 1:
         return False
+    if plan.schedule == "interleaved" and all(own.stages_per_rank == 1 for own in plan.modules.values()):
+        return False
     if any(len(own) != encoder_pipelines(plan, name) for name, own in plan.shares.items()):
         return False
-    if plan.schedule == "zero_bubble":
-        pipelines = (own for own in plan.modules.values() if own.degree("pp") > 1 and own.degree("dp_shard") > 1)
-        return all(own.reshard_after_forward == "never" for own in pipelines)
-    return plan.schedule != "bubble_fill" or (len(plan.modules) > 1 and plan.placement != "disjoint")
+    fills = plan.schedule == "bubble_fill"
+    if "zero_bubble" in (plan.schedule, plan.options.inner):
+        modules = [*plan.modules.values()][-1:] if fills else plan.modules.values()
+        pipelines = (own for own in modules if own.degree("pp") > 1 and own.degree("dp_shard") > 1)
+        if not all(own.reshard_after_forward == "never" for own in pipelines):
+            return False
+    return not fills or (len(plan.modules) > 1 and plan.placement != "disjoint")
 
 
 def encoder_pipelines(plan: LayoutPlan, name: str) -> int:

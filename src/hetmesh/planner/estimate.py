@@ -6,13 +6,14 @@ It says which candidates are worth a simulation. What modules cost is worked out
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hetmesh.cost import StageCost
 from hetmesh.cost.static_memory import most_held
 from hetmesh.graph import Stage
+from hetmesh.graph.module_graph import Reshard
 from hetmesh.planner.layout_plan import LayoutPlan, ModulePlan, laid_out_module
 from hetmesh.planner.problem import Problem
 from hetmesh.simulate import LayerCosts, RankWork
@@ -25,16 +26,26 @@ class ModuleEstimate:
     """One module in a typical microbatch.
 
     Attributes:
-        stages: seconds of forward and backward of each stage.
+        first: seconds of forward and backward of the first stage.
+        slowest: of all stages on the ranks that have most.
+        whole: of all stages.
         once: seconds of a step that do not depend on microbatches, of the slowest stage.
-        kept: bytes of activations of a microbatch, of the stage that keeps most.
+        kept: bytes of activations of a microbatch, of the rank that keeps most.
+        spread: two standard deviations of these, as a share of them.
         held: bytes for the whole run on the rank that holds most, and what FSDP keeps whole during a step.
     """
 
-    stages: tuple[float, ...]
+    first: float
+    slowest: float
+    whole: float
     once: float
     kept: int
+    spread: float
     held: int
+
+    def peak(self, microbatches: float) -> float:
+        """Bytes of the rank that holds most with the activations of so many microbatches, which are large ones."""
+        return self.held + self.kept * (microbatches + self.spread * math.sqrt(microbatches))
 
 
 class Estimator:
@@ -43,81 +54,146 @@ class Estimator:
     def __init__(self, problem: Problem, layers: LayerCosts) -> None:
         self.problem, self.layers = problem, layers
         self._known: dict[tuple, ModuleEstimate] = {}
+        self._least: dict[tuple, tuple[float, int]] = {}
+        self._paddings: dict[float, dict[str, int]] = {}
+        self._sorted_tokens = np.sort(problem.samples.tokens).astype(float)
 
-    def estimate(self, plan: LayoutPlan) -> tuple[float, int]:
-        """Seconds of a step and bytes of the rank that holds most, both rough. Raises HetmeshError: the candidate
-        cannot be laid out so."""
+    def least(self, plan: LayoutPlan) -> tuple[float, int]:
+        """What a step takes at least, and what ranks hold, by the sink alone: whatever its stages per rank, however its
+        parameters are gathered, wherever encoders lie. Raises HetmeshError: see `estimate`."""
+        name = self.problem.own[-1]
+        own = plan.modules[name]
+        key = own.key()[:-1], plan.microbatch_size
+        if key not in self._least:
+            ways: list[Reshard] = [own.reshard, *(("always",) if own.degree("dp_shard") > 1 else ())]
+            seconds, held = math.inf, sys.maxsize
+            for way in ways:
+                module = self._module(name, replace(own, stages_per_rank=1, reshard=way), plan.microbatch_size)
+                microbatches = self.problem.global_batch_size // (own.lanes * plan.microbatch_size)
+                seconds = min(seconds, microbatches * module.whole / own.degree("pp"))
+                held = min(held, math.ceil(module.peak(1)))
+                if held <= self.problem.limit:
+                    break
+            self._least[key] = seconds, held
+        return self._least[key]
+
+    def estimate(self, plan: LayoutPlan, most: float = math.inf) -> tuple[float, int]:
+        """Seconds of a step and bytes of the rank that holds most, both rough; without the encoders, as a bound from
+        below, where the sink alone takes longer than `most` or does not fit. Raises HetmeshError: the candidate cannot
+        be laid out so."""
         problem, (*encoders, name) = self.problem, self.problem.own
         own = plan.modules[name]
-        microbatches = problem.global_batch_size // (own.lanes * plan.microbatch_size)
-        sink = self._module(name, own, plan.microbatch_size, plan.stages_per_rank)
-        pp = own.degree("pp")
         samples = plan.microbatch_size * own.lanes
-        before = [self._module(name, plan.modules[name], samples / plan.modules[name].lanes, 1) for name in encoders]
-        slowest, whole = max(sink.stages) * len(sink.stages) / pp, sum(sink.stages)
-        of_encoders = [module.stages[0] for module in before]
-        flight = min(pp, microbatches)
+        microbatches = problem.global_batch_size // samples
+        sink = self._module(name, own, plan.microbatch_size)
+        flight = min(_in_flight(plan, own, microbatches), microbatches)
+        bubble, peak = _bubble(plan, own, sink) + microbatches * _uneven(plan, own, sink), sink.peak(flight)
+        seconds = microbatches * sink.slowest + bubble + sink.once
+        if seconds > most or (problem.limit and most < math.inf and peak > problem.limit):
+            return seconds, math.ceil(peak)
+        before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes) for each in encoders]
+        # The first of stages that take turns holds microbatches until all others have had their backwards.
+        first = own.degree("pp") * (1 if own.stages_per_rank == 1 else 3 if plan.options.early else 2)
+        once = max(sink.once, *(module.once for module in before), 0.0)
         if plan.placement == "disjoint":
-            seconds = (microbatches - 1) * max(slowest, *of_encoders) + whole + max(of_encoders)
-            peak = max(sink.held + flight * sink.kept, *(e.held + (flight + 1) * e.kept for e in before))
-            return seconds + max(sink.once, *(module.once for module in before)), peak
-        if plan.placement == "homogeneous":  # before the first stage, on its ranks
-            slowest, whole = max(slowest, sink.stages[0] + sum(of_encoders)), whole + sum(of_encoders)
-            of_encoders = []
-        seconds = microbatches * sum(of_encoders) + (microbatches - 1) * slowest + whole
-        ahead = (
-            microbatches if plan.schedule == "three_phase" else 2 * flight if plan.schedule == "bubble_fill" else flight
-        )
-        peak = sink.held + flight * sink.kept + sum(module.held + ahead * module.kept for module in before)
-        return seconds + sink.once + sum(module.once for module in before), peak
+            slowest = max(sink.slowest, *(module.slowest for module in before))
+            bubbles = [module.whole for module in before]
+            peaks = [peak]
+            for each, module in zip(encoders, before, strict=True):
+                ahead = first + _in_flight(plan, plan.modules[each], microbatches)
+                peaks.append(module.peak(min(ahead, microbatches)))
+            return microbatches * slowest + bubble + max(bubbles) + once, math.ceil(max(peaks))
+        seconds -= sink.once
+        for each, module in zip(encoders, before, strict=True):
+            layout, ahead = plan.modules[each], flight
+            if layout.ranks != own.ranks:  # before the first stage, on its ranks
+                seconds = max(seconds, microbatches * (sink.first + module.whole) + bubble) + module.whole
+            else:
+                seconds += microbatches * module.slowest + _bubble(plan, layout, module)
+            if plan.schedule == "three_phase":
+                ahead = plan.options.window or microbatches
+            elif plan.schedule == "bubble_fill":
+                ahead = 2 * flight
+            elif plan.schedule == "interleaved":
+                ahead = first + _in_flight(plan, layout, microbatches)
+            peak += module.peak(min(ahead, microbatches))
+        if plan.schedule != "interleaved":
+            once = sink.once + sum(module.once for module in before)
+        return seconds + once, math.ceil(peak)
 
-    def _module(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
+    def _module(self, name: str, plan: ModulePlan, samples: float) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks
-        key = name, plan.ranks[0] % node, *plan.key()[1:], samples, stages_per_rank
+        key = name, plan.ranks[0] % node, *plan.key()[1:], samples
         if key not in self._known:
-            self._known[key] = self._make(name, plan, samples, stages_per_rank)
+            self._known[key] = self._make(name, plan, samples)
         return self._known[key]
 
-    def _make(self, name: str, plan: ModulePlan, samples: float, stages_per_rank: int) -> ModuleEstimate:
+    def _make(self, name: str, plan: ModulePlan, samples: float) -> ModuleEstimate:
         problem, graph = self.problem, self.problem.graph
-        spec = laid_out_module(problem, name, plan.mesh, plan, samples, stages_per_rank)
+        spec = laid_out_module(problem, name, plan.mesh, plan)
         upstream = any(map(graph.needs_gradient, graph.inputs(name)))
         module = ModuleCosts(spec, problem.facts[name].shape, upstream, self.layers)
         work = problem.typical_work(name, samples)
         rows = problem.samples.tokens if name == graph.sink.name else problem.samples.rows_of(name)
         mean = float(rows.mean()) or 1.0
-        large = 1.0 + 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))  # as the largest microbatches are
+        spread = 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))
         if name == graph.sink.name and not spec.packed:
-            work = replace(work, **_padded(problem, samples))
-            large = min(large, samples * float(rows.max()) / work.rows)
+            work = replace(work, **self._padded(samples))
+            spread = min(spread, samples * float(rows.max()) / work.rows - 1.0)
         shared = plan.degree("cp")
         work = replace(work, rows=-(-work.rows // shared), pairs=-(-work.pairs // shared))
-        costs: list[StageCost] = []
-        once, whole = 0.0, 0
-        known: dict[tuple, StageCost] = {}
+        stages: list[tuple[float, ...]] = []
+        known: dict[tuple, tuple[float, ...]] = {}
         kind_of = {layer.name: kind for layer, kind in zip(module.shape.layers, kinds(module.shape), strict=True)}
         for i in range(spec.num_stages):
             alike = (i == 0, *map(kind_of.__getitem__, spec.stage_layers(i)))
-            if alike in known:  # also where ranks of another place along `pp` hold it
-                costs.append(known[alike])
-                continue
-            stage = StageCosts(
-                module, Stage(name, i), fed=upstream or i > 0, backward=graph.backward_reaches(name), recompute=False
-            )
-            known[alike] = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
-            costs.append(known[alike])
-            once = max(once, stage.reduce + (stage.gather if spec.options.whole_in_step else 0.0))
-            if (own := stage.stage_bytes).whole:
-                whole = max(whole, own.gathered + own.whole_gradients)
-        held = whole * stages_per_rank + most_held(problem.facts[name].shape, spec, problem.optimizer)
-        kept = math.ceil(large * max(cost.activation_bytes for cost in costs)) * stages_per_rank
-        return ModuleEstimate(tuple(cost.forward + cost.backward for cost in costs), once, kept, held)
+            if alike not in known:  # also where ranks of another place along `pp` hold it
+                fed, backward = upstream or i > 0, graph.backward_reaches(name)
+                stage = StageCosts(module, Stage(name, i), fed=fed, backward=backward, recompute=False)
+                cost = stage.costs([[RankWork(work)], [RankWork(work)]])[1]
+                once = stage.reduce + (stage.gather if spec.options.whole_in_step else 0.0)
+                own = stage.stage_bytes
+                whole = own.gathered + own.whole_gradients if own.whole else 0
+                known[alike] = cost.forward + cost.backward, once, cost.activation_bytes, whole
+            stages.append(known[alike])
+        pp = plan.degree("pp")
+        of_ranks = np.array([np.sum(stages[rank::pp], axis=0) for rank in range(pp)])
+        slowest, once, kept, held = of_ranks.max(0).tolist()
+        held += most_held(problem.facts[name].shape, spec, problem.optimizer)
+        seconds = [stage[0] for stage in stages]
+        return ModuleEstimate(seconds[0], slowest, sum(seconds), once, math.ceil(kept), spread, round(held))
+
+    def _padded(self, samples: float) -> dict[str, int]:
+        """Rows and pairs of `samples` samples that are padded to the longest of them, drawn from those of the problem:
+        the expected values of the longest, and of its square."""
+        if samples not in self._paddings:
+            tokens = self._sorted_tokens
+            below = (np.arange(len(tokens) + 1) / len(tokens)) ** samples  # that all are among the shortest 0, 1, ...
+            chance = np.diff(below)
+            rows, pairs = (round(samples * float(chance @ each)) for each in (tokens, tokens**2))
+            self._paddings[samples] = {"rows": rows, "pairs": pairs}
+        return self._paddings[samples]
 
 
-def _padded(problem: Problem, samples: float) -> dict[str, int]:
-    """Rows and pairs of `samples` samples that are padded to the longest of them, drawn from those of the problem: the
-    expected values of the longest, and of its square."""
-    tokens = np.sort(problem.samples.tokens).astype(float)
-    below = (np.arange(len(tokens) + 1) / len(tokens)) ** samples  # that all are among the shortest 0, 1, ...
-    chance = np.diff(below)
-    return {"rows": round(samples * float(chance @ tokens)), "pairs": round(samples * float(chance @ tokens**2))}
+def _bubble(plan: LayoutPlan, own: ModulePlan, module: ModuleEstimate) -> float:
+    """Seconds that a rank waits for others of its pipeline to warm up and cool down: of stages that take turns, the
+    first ones; of a backward in two parts, as if there were two."""
+    waits = module.whole - module.whole / own.degree("pp")
+    return waits / (own.stages_per_rank if plan.schedule != "zero_bubble" else 2)
+
+
+def _uneven(plan: LayoutPlan, own: ModulePlan, module: ModuleEstimate) -> float:
+    """Seconds per microbatch that ranks of a pipeline wait for each other because microbatches differ: those of more
+    than two, and in turns, whose order is fixed, twice as long. Seen in simulations of samples of very different
+    lengths, where it is a third of a step."""
+    differ = module.spread / 2 * max(1 - 2 / own.degree("pp"), 0.0)
+    return module.slowest * differ * (1.0 if own.stages_per_rank > 1 else 0.5)
+
+
+def _in_flight(plan: LayoutPlan, own: ModulePlan, microbatches: int) -> float:
+    """Microbatches of which a rank of a pipeline holds all of its stages' activations at most."""
+    pp, turns = own.degree("pp"), own.stages_per_rank
+    if turns == 1:
+        return pp
+    ahead = (pp - 1) * (2 if plan.options.early else 1) + (turns - 1) * min(pp, microbatches)
+    return (ahead + 1) / turns

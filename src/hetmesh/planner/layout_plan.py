@@ -13,6 +13,8 @@ from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, firs
 from hetmesh.graph.module_graph import CheckpointMode, Reshard, reshard_in_pipeline
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
+from hetmesh.schedule import PolicyOptions
+from hetmesh.schedule.schedule import DEFAULT
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PLACEMENTS = ("homogeneous", "colocated", "disjoint")
@@ -29,6 +31,9 @@ class ModulePlan:
         activation_checkpoint: what is computed again.
         expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.
         reshard: when FSDP lets go of gathered parameters (`ModuleOptions`); "default" is "never" in a pipeline.
+        sequence_parallel: whether ranks along `tp` share the tokens between products.
+        stages_per_rank: stages that take turns on the ranks of each place along `pp`; of an encoder under bubble_fill
+            its slices.
     """
 
     ranks: tuple[int, int]
@@ -36,10 +41,13 @@ class ModulePlan:
     activation_checkpoint: CheckpointMode = "none"
     expert_parallel: int = 1
     reshard: Reshard = "default"
+    sequence_parallel: bool = False
+    stages_per_rank: int = 1
 
     def key(self) -> tuple:
         """What tells plans of a module apart, and orders them. (`astuple` copies each value: a quarter of a search.)"""
-        return self.ranks, self.degrees, self.activation_checkpoint, self.expert_parallel, self.reshard
+        own = self.activation_checkpoint, self.expert_parallel, self.reshard
+        return self.ranks, self.degrees, *own, self.sequence_parallel, self.stages_per_rank
 
     @property
     def reshard_after_forward(self) -> Reshard:
@@ -66,9 +74,10 @@ class ModulePlan:
         names = ("PP", "DP", "FSDP", "CP", "TP")
         text = " x ".join(f"{name} {size}" for name, size in zip(names, self.degrees, strict=True) if size > 1)
         experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        turns = f", {self.stages_per_rank} stages per rank" if self.stages_per_rank > 1 else ""
         again = ", recomputed" if self.activation_checkpoint == "full" else ""
         gathered = {"default": "", "never": ", gathered once a step", "always": ", gathered per microbatch"}
-        return f"{text or 'one rank'}{experts}{again}{gathered[self.reshard]}"
+        return f"{text or 'one rank'}{experts}{turns}{again}{gathered[self.reshard]}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class LayoutPlan:
         modules: of the modules with meshes of their own.
         schedule: a key of `hetmesh.schedule.POLICIES`.
         microbatch_size: samples per microbatch and lane of the sink.
-        stages_per_rank: of the sink, where it is a pipeline.
+        options: of the schedule, as far as recipes have keys for them.
         shares: of encoders whose lanes take whole microbatches, how many of them each lane on the ranks of one lane of
             the sink takes.
     """
@@ -89,7 +98,7 @@ class LayoutPlan:
     modules: Mapping[str, ModulePlan] = field(default_factory=lambda: MappingProxyType({}))
     schedule: str = "sequential"
     microbatch_size: int = 1
-    stages_per_rank: int = 1
+    options: PolicyOptions = DEFAULT
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
@@ -105,12 +114,20 @@ class LayoutPlan:
     def __str__(self) -> str:
         parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
         shares = "".join(f"; {'+'.join(map(str, own))} for the lanes of {name}" for name, own in self.shares.items())
-        return f"{self.placement}; {'; '.join(parts)}; {self.schedule}; microbatches of {self.microbatch_size}{shares}"
+        return f"{self.placement}; {'; '.join(parts)}; {self.step}; microbatches of {self.microbatch_size}{shares}"
+
+    @property
+    def step(self) -> str:
+        """Its schedule, with the options that differ from the defaults."""
+        over = f" over {self.options.inner}" if self.schedule == "bubble_fill" and self.options.inner != "1f1b" else ""
+        early = ", early warm-up" if self.options.early else ""
+        windows = f" in windows of {self.options.window}" if self.options.window else ""
+        return f"{self.schedule}{over}{windows}{early}"
 
     def key(self) -> tuple:
-        """What tells candidates apart, and orders equals."""
+        """What tells candidates apart."""
         modules = tuple((name, *own.key()) for name, own in self.modules.items())
-        step = self.schedule, self.microbatch_size, self.stages_per_rank
+        step = self.schedule, self.microbatch_size, self.options
         return self.placement, modules, *step, tuple(self.shares.items())
 
 
@@ -122,9 +139,8 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
     for name in reversed(graph.order):  # consumers first
         if name not in meshes:
             meshes[name] = first_stage_mesh(meshes[graph.outputs(name)[0].destination])
-        stages_per_rank = plan.stages_per_rank if name == graph.sink.name else 1
         own = plan.modules.get(name)
-        spec = laid_out_module(problem, name, meshes[name], own, plan.microbatch_size, stages_per_rank)
+        spec = laid_out_module(problem, name, meshes[name], own)
         if own is None:  # the keys of its layout come with the mesh
             reshard = specs[graph.outputs(name)[0].destination].options.reshard_after_forward
             spec = replace(spec, options=replace(spec.options, reshard_after_forward=reshard))
@@ -132,14 +148,11 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
     return ModuleGraph(tuple(specs[module.name] for module in graph.modules), graph.boundaries)
 
 
-def laid_out_module(
-    problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None, samples: float, stages_per_rank: int
-) -> ModuleSpec:
+def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None) -> ModuleSpec:
     """One module of the problem on a mesh.
 
     Args:
         own: its plan, where it has a mesh of its own.
-        samples: per microbatch and lane; stages are cut by what these cost.
 
     Raises:
         GraphError, RecipeError: it cannot be cut so.
@@ -147,37 +160,45 @@ def laid_out_module(
     graph, facts = problem.graph, problem.facts[name]
     spec = graph[name]
     options = spec.options
+    stages, axes = 1, ("cp",) if mesh.axis_size("cp") > 1 else ()
     if own is not None:
-        again, reshard = own.activation_checkpoint, own.reshard_after_forward
-        options = replace(options, activation_checkpoint=again, reshard_after_forward=reshard)
-    pp, shared = mesh.axis_size("pp"), mesh.axis_size("cp") > 1
+        stages = mesh.axis_size("pp") * own.stages_per_rank
+        options = replace(
+            options,
+            activation_checkpoint=own.activation_checkpoint,
+            reshard_after_forward=own.reshard_after_forward,
+            sequence_parallel=own.sequence_parallel,
+        )
     splits: tuple[tuple[str, ...], ...] = ()
-    if pp > 1:
+    if stages > 1:
         if facts.activation is None:
             raise GraphError(f"module {name!r} cannot be a pipeline")
         upstream = any(graph[before].trainable for before in graph.topology.upstream(name))
-        recomputed, work = options.activation_checkpoint == "full", problem.typical_work(name, samples)
+        recomputed = options.activation_checkpoint == "full"
+        work = problem.typical_work(name, problem.global_batch_size)
         seconds: tuple[float, ...] = ()
         if problem.profile is not None:
             seconds = problem.profile.layer_seconds(facts.shape, work, upstream, mesh.axis_size("tp"), recomputed)
         splits = default_splits(
             facts.shape,
-            pp * stages_per_rank,
+            stages,
             upstream_trainable=upstream,
             recomputed=recomputed,
             together=facts.first_layers,
             work=work,
             seconds=seconds,
         )
-    sink = name == graph.sink.name
+    sink, shared = name == graph.sink.name, bool(axes)
+    if sink and options.sequence_parallel:
+        axes = (*axes, "tp")
     return replace(
         spec,
         mesh=mesh,
         splits=splits,
-        frozen_layers=facts.frozen_layers if pp > 1 else frozenset(),
-        activation=facts.activation if pp > 1 else None,
+        frozen_layers=facts.frozen_layers if stages > 1 else frozenset(),
+        activation=facts.activation if stages > 1 else None,
         options=options,
         packed=sink and (spec.packed or shared),
-        token_axes=("cp",) if (shared and not graph.inputs(name)) or (shared and sink) else (),
-        tokens_per_row=spec.tokens_per_row if shared else 0,
+        token_axes=axes if sink or not graph.inputs(name) else (),
+        tokens_per_row=facts.tokens_per_row if shared else 0,
     )

@@ -21,7 +21,7 @@ from hetmesh.layout import MeshSpec
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.layout_plan import LayoutPlan, laid_out
 from hetmesh.planner.problem import Problem
-from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.schedule import POLICIES, Schedule
 from hetmesh.simulate import (
     CLASSES,
     LayerCosts,
@@ -144,7 +144,7 @@ class Predictor:
         problem = self.problem
         step = float(np.mean([timeline.makespan for timeline in timelines]))
         peak = max(max(timeline.peak_bytes) for timeline in timelines)
-        reserved = 0 if self.quick else problem.reserved(laid_out(problem, plan))
+        reserved = problem.reserved(laid_out(problem, plan)) if peak <= problem.limit else 0
         tokens = float(problem.typical.tokens.mean()) * problem.global_batch_size
         ideal = 0.0
         for name, flops in self._flops.items():
@@ -193,9 +193,9 @@ class Predictor:
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance, assign=self._assign)
             if plan.schedule == "bubble_fill":
-                schedule = fill_bubbles(model, batch, True, PolicyOptions())
+                schedule = fill_bubbles(model, batch, True, plan.options)
             else:
-                schedule = POLICIES[plan.schedule](model.stages, batch.routes, True)
+                schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, plan.options)
             yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
 
 

@@ -26,7 +26,9 @@ class ModuleFacts:
         activation: what passes between its layers; None: it cannot be a pipeline.
         first_layers: layers that stay together in the first stage.
         tensor_degrees: the degrees of tensor parallelism that it can have; none: any.
-        context_parallel: whether its ranks can share the tokens of a sample.
+        context_parallel: whether its ranks can share the tokens of a sample, or of an encoder's media.
+        tokens_per_row: of an encoder whose ranks can, how many tokens of its media make one row.
+        sequence_parallel: whether its ranks along `tp` can share the tokens between products: all that can do.
         alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
         frozen_layers: layers that train nothing, where others of the module do.
         experts: of its mixture-of-experts blocks, where ranks can hold different ones.
@@ -37,9 +39,17 @@ class ModuleFacts:
     first_layers: tuple[str, ...] = ()
     tensor_degrees: tuple[int, ...] = ()
     context_parallel: bool = False
+    tokens_per_row: int = 0
+    sequence_parallel: bool = False
     alone: bool = True
     frozen_layers: frozenset[str] = frozenset()
     experts: ExpertSizes | None = None
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Pipeline stages that it can have."""
+        layers = sum(bool(layer.name) for layer in self.shape.layers)
+        return 1 if self.activation is None else max(layers - max(len(self.first_layers) - 1, 0), 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +67,9 @@ class Problem:
         global_batch_size: samples per step.
         optimizer: its name in a recipe.
         balance: how batches are balanced.
-        fixed: what candidates must agree with, as (module, what) -> value: of a module a mesh axis or
-            `activation_checkpoint`; of the module `""` `placement`, `schedule` or `microbatch_size`.
+        fixed: what candidates must agree with, as (module, what) -> value: of a module a mesh axis,
+            `activation_checkpoint` or `enable_sequence_parallel`; of the module `""` `placement`, `schedule` or
+            `microbatch_size`.
         profile: measured seconds of layers, which take the place of the analytic ones.
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
             predicted: workspaces of kernels, fragments.
@@ -104,11 +115,17 @@ class Problem:
         """Per module the rows, pairs and targets of the mean sample."""
         return {name: samples_work(self.graph, name, self.typical).mean(0) for name in self.graph.order}
 
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all samples cost the same."""
+        work = [samples_work(self.graph, name, self.samples) for name in self.graph.order]
+        return all(bool((each == each[:1]).all()) for each in (*work, self.samples.tokens))
+
     def typical_work(self, name: str, samples: float) -> Work:
         """What a typical microbatch of that many samples gives one lane of a module: the mean, at least one row."""
         return Work(*(max(round(float(mean * samples)), 1) for mean in self.mean_work[name]))
 
-    @property
+    @cached_property
     def own(self) -> tuple[str, ...]:
         """The modules with meshes of their own; the sink is the last."""
         return tuple(name for name in self.graph.order if self.facts[name].alone)

@@ -19,29 +19,31 @@ from hetmesh.errors import HetmeshError
 from hetmesh.planner.candidates import (
     can_run,
     encoder_pipelines,
+    gathered_once,
     homogeneous,
-    microbatch_sizes,
     module_plans,
     rank_splits,
-    reshard_variants,
-    schedules,
+    suits,
+    variants,
     with_schedules,
 )
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
+from hetmesh.planner.microbatch_splits import Split, best_split
 from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops
 from hetmesh.planner.problem import Problem
+from hetmesh.schedule import PolicyOptions
 from hetmesh.simulate import LayerCosts
 
-_MAX_SIMULATED = 48  # at most, of each placement
-_MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS, _MAX_RESHARDED = 12, 4, 4, 8
+_MAX_SIMULATED = 128  # of each placement, where there are no more
+_MAX_GROUPS, _MAX_TRIED = 12, 4  # of candidates, and how many of each are simulated until one fits
+_MAX_FITTING, _MAX_NEIGHBOURS, _FINALISTS, _MAX_VARIED = 8, 4, 4, 4
+_NEARLY_FULL = 0.7  # of what a rank may hold: a few lanes and one batch may then hide that a layout does not fit
+_FILLABLE, _MAX_FILLED = ("three_phase", "interleaved"), 2
+_CLOSE = 1.05  # of an estimate: what variants may take, of which the longer are not simulated
 _MAX_UNEVEN_SPLITS = 12  # splits of microbatches over an encoder's lanes
 BATCHES = 2
 """Sampled batches of the simulation that decides, unless `search` is given another number."""
-
-
-Split = tuple[int, ...]
-"""Of the microbatches of an LLM, how many each encoder pipeline on its ranks takes."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,14 @@ class _Search:
         layers = LayerCosts(problem.machine, problem.profile)
         self.estimator = Estimator(problem, layers)
         assignments: dict = {}  # many layouts have the same lanes, and so the same balanced batches
+        exact = Predictor(problem, batches, MIN_LANES, layers, assignments=assignments)
         self.predictors = {
             "quick": Predictor(problem, layers=layers, quick=True, assignments=assignments),
             "one batch": Predictor(problem, 1, MIN_LANES, layers, assignments=assignments),
-            "exact": Predictor(problem, batches, MIN_LANES, layers, assignments=assignments),
+            "exact": exact,
         }
+        if problem.alike:  # then one lane and one batch stand for all
+            self.predictors = {"exact": Predictor(problem, 1, 1, layers, assignments=assignments)}
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[str, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}
@@ -98,17 +103,16 @@ class _Search:
     def run(self, shown: int) -> Found:
         best = {}
         for placement in PLACEMENTS:
-            every = (way for plan in candidates(self.problem, placement) for way in reshard_variants(plan))
+            every = (way for plan in candidates(self.problem, placement) for way in variants(self.problem, plan))
             plans = list(itertools.islice(every, _MAX_SIMULATED + 1))
             if len(plans) <= _MAX_SIMULATED:  # estimates have nothing to choose from
                 self.estimated |= {plan.key(): 0.0 for plan in plans}
                 best[placement] = tuple(self._filled(self._measured(plans))[:shown])
                 continue
-            promising = self._promising(candidates(self.problem, placement), or_least=True)
-            leaders = self._simulated(promising, _MAX_FITTING)[: max(_FINALISTS, shown)]
-            firsts = {plan.microbatch_size: plan for plan in reversed(promising)}  # estimates compare sizes badly
-            chosen = {plan.key(): plan for plan in (*leaders, *firsts.values())}
-            final = self._filled(self._reshard_variants(self._near(list(chosen.values()))))
+            leaders = self._simulated(self._promising(candidates(self.problem, placement), _MAX_GROUPS), _MAX_FITTING)
+            firsts = {plan.microbatch_size: plan for plan in reversed(leaders)}  # estimates compare sizes badly
+            chosen = {plan.key(): plan for plan in (*leaders[: max(_FINALISTS, shown)], *firsts.values())}
+            final = self._filled(self._variants(self._near(list(chosen.values()))), leaders)
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
         found = [plan for plan in asked.values() if plan is not None]
@@ -117,6 +121,7 @@ class _Search:
         return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least)
 
     def _predict(self, plan: LayoutPlan, how: str = "quick") -> Prediction | None:
+        how = how if how in self.predictors else "exact"
         key = how, plan.key()
         if key not in self.known:
             try:
@@ -126,40 +131,76 @@ class _Search:
                 self.known[key] = None
         return self.known[key]
 
-    def _promising(self, plans: Iterable[LayoutPlan], or_least: bool = False) -> list[LayoutPlan]:
-        """The candidates with the least estimates, of those that may fit. Where none may, and with `or_least`, some of
-        the least bytes: their simulation says whether that is so, and what would fit."""
-        limit = self.problem.limit
-        found: list[tuple[float, int, LayoutPlan]] = []
+    def _promising(self, plans: Iterable[LayoutPlan], groups: int = 0) -> list[list[LayoutPlan]]:
+        """Of each group of candidates (`_group`) those that are estimated to fit, of which none with as many stages per
+        rank is both faster and smaller than another: the fastest first, in groups and of groups. Where none fits, some
+        of the least bytes: their simulation says whether that is so, and what would fit.
+
+        Args:
+            groups: how many; 0: candidates are all of one group, and all of them come.
+        """
+        limit, most = self.problem.limit, math.inf
+        found: dict[tuple, list[tuple[float, int, LayoutPlan]]] = {}
         larger: list[tuple[int, int, LayoutPlan]] = []
         for plan in plans:
-            if plan.key() in self.estimated:
+            if (key := plan.key()) in self.estimated:
                 continue
             try:
-                ways = [(self.estimator.estimate(way), way) for way in reshard_variants(plan)]
+                seconds, size = self.estimator.least(plan)
+                if seconds < most and (not limit or size <= limit):
+                    seconds, size, plan = self._estimate(plan, most)
             except HetmeshError as error:
                 self.refused[str(error).partition("\n")[0]] += 1
                 continue
-            self.estimated[plan.key()] = ways[0][0][0]
-            (seconds, size), plan = min(ways, key=lambda way: (limit and way[0][1] > limit, *way[0]))
-            if not limit or size <= limit:
-                found.append((seconds, len(found), plan))
-            else:
+            self.estimated[key] = seconds
+            if limit and size > limit:
                 larger.append((size, len(larger), plan))
-        if or_least and not found:
-            return [plan for _, _, plan in heapq.nsmallest(_MAX_NEIGHBOURS, larger)]
-        return [plan for _, _, plan in heapq.nsmallest(_MAX_SIMULATED, found)]
+            elif seconds < most:
+                front = found.setdefault(_group(plan) if groups else (), [])
+                turns = _turns(plan)
+                if not groups:
+                    front.append((seconds, size, plan))
+                elif not any(own[0] <= seconds and own[1] <= size and _turns(own[2]) == turns for own in front):
+                    front[:] = [e for e in front if e[0] < seconds or e[1] < size or _turns(e[2]) != turns]
+                    front.append((seconds, size, plan))
+                    if len(found) >= groups:
+                        # what is a little slower may be what fits
+                        most = 1.15 * sorted(min(own[0] for own in front) for front in found.values())[groups - 1]
+        if groups and not found:
+            return [[plan] for _, _, plan in heapq.nsmallest(_MAX_NEIGHBOURS, larger)]
+        fronts = sorted((sorted(front, key=lambda each: each[:2]) for front in found.values()), key=lambda f: f[0][:2])
+        return [_in_rounds([plan for *_, plan in front]) for front in fronts[: groups or 1]]
 
-    def _simulated(self, plans: Iterable[LayoutPlan], enough: int) -> list[LayoutPlan]:
-        """Plans by their simulated seconds, once enough have been found that fit."""
+    def _estimate(self, plan: LayoutPlan, most: float) -> tuple[float, int, LayoutPlan]:
+        """Seconds and bytes of a candidate whose modules gather once per step; where that does not fit, of the first of
+        its variants that does, or of the smallest."""
+        least: tuple[float, int, LayoutPlan] | None = None
+        limit = self.problem.limit
+        for way in itertools.chain([gathered_once(plan)], variants(self.problem, plan)):
+            seconds, size = self.estimator.estimate(way, most)
+            if least is None or size < least[1]:
+                least = seconds, size, way
+            if not limit or size <= limit:
+                break
+        assert least is not None
+        return least
+
+    def _simulated(self, fronts: Iterable[list[LayoutPlan]], enough: int) -> list[LayoutPlan]:
+        """The first of each front that fits, by their simulated seconds, once enough have been found."""
         found: list[Prediction] = []
-        for plan in plans:
-            prediction = self._predict(plan)
-            if prediction is not None and prediction.fits:
-                found.append(prediction)
-                if len(found) == enough:
-                    break
+        for front in fronts:
+            each = (self._predict(plan) for plan in front[:_MAX_TRIED])
+            found += itertools.islice((prediction for prediction in each if prediction and self._fits(prediction)), 1)
+            if len(found) == enough:
+                break
         return [prediction.plan for prediction in sorted(found, key=_by_seconds)]
+
+    def _fits(self, prediction: Prediction) -> bool:
+        """Whether a candidate fits that has been simulated, also with more lanes and batches where it is close."""
+        if not (prediction.fits and prediction.peak_bytes > _NEARLY_FULL * self.problem.limit > 0):
+            return prediction.fits
+        exact = self._predict(prediction.plan, "exact")
+        return exact is not None and exact.fits
 
     def _near(self, plans: list[LayoutPlan]) -> list[Prediction]:
         """The best of `plans`, and of what differs from the best in one choice, until that is no faster."""
@@ -169,38 +210,87 @@ class _Search:
             leader = found[0]
             near = [plan for plan in neighbours(self.problem, leader.plan) if plan.key() not in pool]
             pool |= dict.fromkeys(plan.key() for plan in near)
-            near = [plan for plan in near if ("quick", plan.key()) not in self.known]
+            near = [plan for plan in near if not {("quick", plan.key()), ("exact", plan.key())} & self.known.keys()]
             for plan in near:
                 self.estimated.pop(plan.key(), None)
-            better = self._measured(self._simulated(self._promising(near), _MAX_NEIGHBOURS)[:2])
+            better = self._measured(self._simulated(self._nearest(leader.plan, near), _MAX_NEIGHBOURS)[:2])
             known = {each.plan.key() for each in found}
             found = sorted([*found, *(each for each in better if each.plan.key() not in known)], key=_by_seconds)
             if found[0] is leader:
                 break
         return found
 
-    def _reshard_variants(self, found: list[Prediction]) -> list[Prediction]:
-        """With all ways in which FSDP may gather the best."""
-        best = [prediction.plan for prediction in found[:_MAX_RESHARDED]]
-        more = {way.key(): way for plan in best for way in reshard_variants(plan)}
+    def _nearest(self, leader: LayoutPlan, near: list[LayoutPlan]) -> list[list[LayoutPlan]]:
+        """Of the neighbours of `leader` those with the least estimates, with its layout of the sink and without."""
+        same = [_group(plan) == _group(leader) for plan in near]
+        kinds = [[plan for plan, own in zip(near, same, strict=True) if own is kind] for kind in (True, False)]
+        fronts = [self._promising(plans) for plans in kinds if plans]
+        return [[plan] for front in fronts for plan in (front[0] if front else [])[: _MAX_NEIGHBOURS // 2]]
+
+    def _variants(self, found: list[Prediction]) -> list[Prediction]:
+        """With the variants of the best that are not estimated to take longer."""
+        more: dict[tuple, LayoutPlan] = {}
+        for prediction in found[:_MAX_VARIED]:
+            seconds, _ = self.estimator.estimate(prediction.plan)
+            for way in variants(self.problem, prediction.plan):
+                if self.estimator.estimate(way)[0] <= _CLOSE * seconds:
+                    more[way.key()] = way
         for prediction in found:
             more.pop(prediction.plan.key(), None)
         self.estimated |= dict.fromkeys(more, 0.0)
         return sorted([*found, *self._measured(more.values())], key=_by_seconds)
 
-    def _filled(self, found: list[Prediction]) -> list[Prediction]:
-        """With the best pipeline on whose ranks encoders lie under bubble_fill too, if that is faster than without, and
-        with whole microbatches for their lanes: it takes long to place, so no other is tried."""
-        fixed = self.problem.fixed.get(("", "schedule"))
-        wanted, colocated = fixed or "three_phase", [p for p in found if p.plan.placement == "colocated"]
-        best = next((p for p in colocated if p.plan.schedule == wanted), None)
-        if best is None or fixed not in (None, "bubble_fill"):
+    def _filled(self, found: list[Prediction], others: Iterable[LayoutPlan] = ()) -> list[Prediction]:
+        """With the best pipelines on whose ranks encoders lie under bubble_fill too, if that is faster than without,
+        and the best of these with more slices and whole microbatches for their lanes. It takes long to place, so of
+        `others`, which were not simulated to the end, few are tried: where microbatches differ, gaps do."""
+        fixed, name = self.problem.fixed.get(("", "schedule")), self.problem.own[-1]
+        plans = [p.plan for p in found] + ([] if self.problem.alike else [*others])
+        pipelines = {
+            plan.modules[name].degrees: plan
+            for plan in reversed(plans)
+            if plan.placement == "colocated" and plan.schedule in (fixed, *_FILLABLE)
+        }
+        best = next((p.step_s for p in found if p.plan.schedule in (fixed, *_FILLABLE)), math.inf)
+        if fixed not in (None, "bubble_fill"):
             return found
-        filled = replace(best.plan, schedule="bubble_fill")
-        self.estimated.setdefault(filled.key(), 0.0)
-        plans = [*self._uneven(filled)] if fixed else [filled, *self._uneven(filled)]
-        more = [p for p in self._measured(plans) if p.step_s < 0.999 * best.step_s]
+        first = [way for plan in [*reversed(pipelines.values())][:_MAX_FILLED] for way in self._inner(plan)]
+        more = self._measured(self._new(first))
+        near = bool(more) and more[0].step_s < _CLOSE * min(p.step_s for p in (*found, *more))
+        for ways in (self._slices, self._uneven) if near else ():
+            more = sorted([*more, *self._measured(self._new(ways(more[0].plan)))], key=_by_seconds)
+        keys = {p.plan.key() for p in found}
+        more = [p for p in more if p.step_s < 0.999 * best and p.plan.key() not in keys]
         return sorted([*more, *found], key=_by_seconds)
+
+    def _new(self, plans: Iterable[LayoutPlan]) -> list[LayoutPlan]:
+        """Of plans that are no candidates those that can run; they count as considered."""
+        kept = [plan for plan in plans if can_run(plan)]
+        self.estimated |= {plan.key(): 0.0 for plan in kept if plan.key() not in self.estimated}
+        return kept
+
+    def _inner(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
+        """`plan` under bubble_fill, over the schedules of the LLM that are like its own."""
+        name = self.problem.own[-1]
+        modules = {each: replace(own, stages_per_rank=1) for each, own in plan.modules.items()}
+        sink = plan.modules[name]
+        kinds = [("1f1b", modules[name]), ("zero_bubble", modules[name])]
+        if sink.stages_per_rank > 1:
+            kinds = [("1f1b", modules[name]), ("interleaved", sink)]
+        for inner, own in kinds:
+            options = PolicyOptions(inner=inner, early=inner == "interleaved" and plan.options.early)
+            yield replace(plan, modules={**modules, name: own}, schedule="bubble_fill", options=options)
+
+    def _slices(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
+        """`plan`, whose gaps are filled, with twice and four times as many slices of its encoders."""
+        for times in (2, 4):
+            modules = dict(plan.modules)
+            for name in self.problem.own[:-1]:
+                own, most = plan.modules[name], self.problem.facts[name].most_stages
+                count = min(own.stages_per_rank * times, most // own.degree("pp"))
+                modules[name] = replace(own, stages_per_rank=max(count, own.stages_per_rank))
+            if modules != plan.modules:
+                yield replace(plan, modules=modules)
 
     def _uneven(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
         """`plan` with the best split of microbatches over the lanes of each encoder in turn, as one batch has it."""
@@ -228,6 +318,28 @@ class _Search:
         return sorted(found, key=_by_seconds)
 
 
+def _group(plan: LayoutPlan) -> tuple:
+    """What candidates have in common of which the best estimate is enough: how the sink lies, and microbatches. Of what
+    else may differ estimates know more, and neighbours lead from one to the other."""
+    *_, sink = plan.modules.values()
+    return sink.ranks, sink.degrees, sink.activation_checkpoint, plan.microbatch_size
+
+
+def _in_rounds(front: list[LayoutPlan]) -> list[LayoutPlan]:
+    """The first with each number of stages per rank, the second of each, and so on: how much more is held with more of
+    them estimates do not know."""
+    seen: Counter[int] = Counter()
+    rounds = []
+    for place, plan in enumerate(front):
+        rounds.append((seen[_turns(plan)], place))
+        seen[_turns(plan)] += 1
+    return [front[place] for _, place in sorted(rounds)]
+
+
+def _turns(plan: LayoutPlan) -> int:
+    return [*plan.modules.values()][-1].stages_per_rank
+
+
 def _by_seconds(prediction: Prediction) -> tuple[float, str]:
     return prediction.step_s, str(prediction.plan)
 
@@ -250,13 +362,15 @@ def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
             places.append(dict(zip(problem.own, zip([0, *stops], stops, strict=False), strict=True)))
     for place in places:
         layouts = [list(module_plans(problem, name, start, stop - start)) for name, (start, stop) in place.items()]
-        for chosen in itertools.product(*layouts):
-            yield from with_schedules(problem, placement, [dict(zip(problem.own, chosen, strict=True))])
+        for sink in layouts.pop():
+            suiting = [[own for own in each if placement == "disjoint" or suits(own, sink)] for each in layouts]
+            for chosen in itertools.product(*suiting):
+                yield from with_schedules(problem, placement, [dict(zip(problem.own, (*chosen, sink), strict=True))])
 
 
 def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
-    """Candidates that differ from `plan` in one choice: the layout of one module, the microbatch size, the schedule, or
-    a few ranks that go from one module to another."""
+    """Candidates that differ from `plan` in one choice: the layout of one module, the microbatch size, or the schedule
+    with its stages per rank."""
     for name, own in plan.modules.items():
         first, stop = own.ranks
         for other in module_plans(problem, name, first, stop - first):
@@ -268,62 +382,13 @@ def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
 
 
 def _with(problem: Problem, plan: LayoutPlan, modules: Mapping[str, ModulePlan]) -> Iterator[LayoutPlan]:
-    sink = modules[problem.graph.sink.name]
+    *encoders, sink = modules.values()
+    choices: Iterable[Mapping[str, ModulePlan]] = [modules]
     if plan.placement == "homogeneous":
-        for same in homogeneous(problem, sink):
-            yield from with_schedules(problem, plan.placement, [same])
+        choices = homogeneous(problem, sink)
+    elif plan.placement == "colocated" and not all(suits(own, sink) for own in encoders):
         return
-    sizes = microbatch_sizes(problem, sink.lanes, sink.degree("pp"))
-    kept = [plan.microbatch_size] if plan.microbatch_size in sizes and modules is not plan.modules else sizes
-    for size in kept:
-        for schedule, per_rank in schedules(problem, plan.placement, sink):
-            near = replace(plan, modules=modules, microbatch_size=size, schedule=schedule, stages_per_rank=per_rank)
-            if can_run(near):
-                yield near
-
-
-def splits(microbatches: int, pipelines: int) -> Iterator[Split]:
-    """All C(microbatches - 1, pipelines - 1) ways to give each pipeline at least one microbatch, ascending; none where
-    there are fewer microbatches than pipelines."""
-    for cuts in itertools.combinations(range(1, microbatches), pipelines - 1):
-        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, microbatches)))
-
-
-def best_split(microbatches: int, pipelines: int, seconds: Callable[[Split], float], most: int) -> Split | None:
-    """The split of which a step is shortest; of equal ones the first. As in Optimus, they are enumerated where they are
-    few; of many, single microbatches of an even one are moved to other pipelines for as long as that helps.
-
-    Args:
-        seconds: of a step; infinity: it cannot be.
-        most: splits whose seconds are asked for.
-
-    Returns:
-        None: none can be.
-    """
-    known: dict[Split, float] = {}
-
-    def found() -> Split | None:
-        best = min(known, key=known.__getitem__, default=None)
-        return None if best is None or known[best] == math.inf else best
-
-    if microbatches < pipelines or most < 1:
-        return None
-    if math.comb(microbatches - 1, pipelines - 1) <= most:
-        known = {split: seconds(split) for split in splits(microbatches, pipelines)}
-        return found()
-    each, more = divmod(microbatches, pipelines)
-    best = tuple(each + (j < more) for j in range(pipelines))
-    known[best] = seconds(best)
-    moves = list(itertools.permutations(range(pipelines), 2))
-    tried, at = 0, 0
-    while tried < len(moves) and len(known) < most:
-        source, target = moves[at]
-        moved = tuple(n - (j == source) + (j == target) for j, n in enumerate(best))
-        if moved[source] and moved not in known:
-            known[moved] = seconds(moved)
-            if known[moved] < known[best]:
-                best, tried = moved, -1
-        if tried >= 0:  # a move that helped is tried again
-            at = (at + 1) % len(moves)
-        tried += 1
-    return found()
+    choices = [{name: replace(own, stages_per_rank=1) for name, own in each.items()} for each in choices]
+    for near in with_schedules(problem, plan.placement, choices):
+        if modules is plan.modules or near.microbatch_size == plan.microbatch_size:
+            yield near

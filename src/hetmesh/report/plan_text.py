@@ -258,11 +258,16 @@ def _as_json(problem: Problem, layout: Prediction) -> dict[str, Any]:
             "activation_checkpoint": module.activation_checkpoint,
             **{key: module.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
             EXPERT_DEGREE: module.expert_parallel,
+            "enable_sequence_parallel": module.sequence_parallel,
+            "stages_per_rank": module.stages_per_rank,
         }
         for name, module in layout.plan.modules.items()
     }
     return {
         **{key: getattr(layout.plan, key) for key in ("placement", "schedule", "microbatch_size")},
+        "three_phase_window": layout.plan.options.window,
+        "bubble_fill_schedule": layout.plan.options.inner if layout.plan.schedule == "bubble_fill" else None,
+        "interleaved_early_warmup": layout.plan.options.early,
         **{key: getattr(layout, key) for key in ("step_s", "mfu", "peak_bytes")},
         "tokens_per_s_per_rank": layout.tokens_per_s,
         "memory": fit_json(plan_fit(problem, layout.plan)),

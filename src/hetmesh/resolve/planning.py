@@ -10,9 +10,10 @@ from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.cost import Profile
 from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.errors import RecipeError, UsageError
-from hetmesh.graph import LANE_AXES, Activation, ModuleGraph
+from hetmesh.graph import LANE_AXES, ModuleGraph
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter
+from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.parallel.key_heads import tensor_parallel_degrees
 from hetmesh.planner import PLACEMENTS, LayoutPlan, MacroBatch, ModuleFacts, Problem, certify, laid_out, sample_flops
 from hetmesh.planner.search import BATCHES as SIMULATED
@@ -140,21 +141,26 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
     abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
-    activation: Activation | None = abilities.activation
+    packs, splits = abilities.use_packed is not None, abilities.with_stages()
+    own, encoder = abilities.experts, not recipe.wiring.topology.inputs(name) and name != sink
     return ModuleFacts(
         shape,
-        activation,
-        abilities.first_layers,
+        splits.activation,
+        splits.first_layers,
         tuple(tensor_parallel_degrees(sizes, plan)),
-        name == sink and abilities.use_packed is not None,
-        recipe.wiring.tables[name] == name or name == sink or not recipe.wiring.topology.inputs(name),
-        shape.frozen_layers if recipe.modules[name].trainable else frozenset(),
-        None if (own := abilities.experts) is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
+        context_parallel=packs if name == sink else encoder and abilities.tokens_per_row > 0,
+        tokens_per_row=abilities.tokens_per_row if encoder else 0,
+        # With its tokens in shares a custom LLM cannot be a pipeline.
+        sequence_parallel=bool(splits.token_sharded) and not (name == sink and isinstance(adapter, UserAdapter)),
+        alone=recipe.wiring.tables[name] == name or name == sink or encoder,
+        frozen_layers=shape.frozen_layers if recipe.modules[name].trainable else frozenset(),
+        experts=None if own is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
     )
 
 
 def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[tuple[str, str], object]:
-    keys = [*DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "activation_checkpoint"]
+    again, shares = "activation_checkpoint", "enable_sequence_parallel"
+    keys = [*DEGREE_OF_AXIS.values(), EXPERT_DEGREE, shares, again]
     axis_of = {key: axis for axis, key in DEGREE_OF_AXIS.items()} | {EXPERT_DEGREE: "ep"}
     values = {"placement": PLACEMENTS, "schedule": POLICIES, "microbatch_size": None}  # None: a whole number from 1 on
     modules = [module for module, fact in facts.items() if fact.alone]
@@ -166,17 +172,22 @@ def _fixed(given: Mapping[str, Any], facts: Mapping[str, ModuleFacts]) -> dict[t
             raise UsageError(
                 f"--fix {key}: valid are {', '.join(values)}, and for MODULE of {modules} MODULE.KEY with KEY of {keys}"
             )
-        valid = values[key] if not dot else ("none", "full") if name == keys[-1] else None
-        if not (type(value) is int and value >= 1 if valid is None else value in valid):
+        valid = values[key] if not dot else {again: ("none", "full"), shares: (False, True)}.get(name)
+        known = type(value) is int and value >= 1 if valid is None else value in valid
+        if not known or (name == shares and type(value) is not bool):
             raise UsageError(f"--fix {key}: {value!r} is not valid")
         out[module, axis_of.get(name, name)] = value
     return out
 
 
-def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[tuple[str, ...], Any]:
+PER_STAGE = "pipeline_parallel_layers_per_stage"
+"""The recipe key of stages that take turns."""
+
+
+def plan_keys(recipe: Recipe, problem: Problem, plan: LayoutPlan) -> dict[tuple[str, ...], Any]:
     """The recipe's keys that say `plan`."""
     keys: dict[tuple[str, ...], Any] = {
-        ("training", "global_batch_size"): global_batch_size,
+        ("training", "global_batch_size"): problem.global_batch_size,
         ("training", "local_batch_size"): plan.microbatch_size,
     }
     if plan.encoder_sizes or recipe.balance.microbatch_sizes:
@@ -194,9 +205,20 @@ def plan_keys(recipe: Recipe, plan: LayoutPlan, global_batch_size: int) -> dict[
             table[EXPERT_DEGREE] = own.expert_parallel
         if own.reshard != "default":
             table["fsdp_reshard_after_forward"] = own.reshard
+        if own.sequence_parallel:
+            table["enable_sequence_parallel"] = True
+        if own.stages_per_rank > 1:
+            table[PER_STAGE] = -(-problem.facts[name].most_stages // (own.degree("pp") * own.stages_per_rank))
         tables[name] = table
         keys["modules", name, "activation_checkpoint"] = own.activation_checkpoint
-    keys["parallelism",] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule), **tables}
+    schedule: dict[str, Any] = {"pipeline_parallel_schedule": schedule_spelling(plan.schedule)}
+    if plan.options.window is not None:
+        schedule["three_phase_window"] = plan.options.window
+    if plan.options.early:
+        schedule["interleaved_early_warmup"] = True
+    if plan.schedule == "bubble_fill" and plan.options.inner != "1f1b":
+        schedule["bubble_fill_schedule"] = schedule_spelling(plan.options.inner)
+    keys["parallelism",] = schedule | tables
     return keys
 
 
@@ -208,7 +230,11 @@ _PLANNED = {
     "pipeline_parallel_schedule",
     "pipeline_parallel_microbatch_size",
     "module_fqns_per_model_part",
-    "pipeline_parallel_layers_per_stage",
+    PER_STAGE,
+    "enable_sequence_parallel",
+    "three_phase_window",
+    "interleaved_early_warmup",
+    "bubble_fill_schedule",
 }
 
 
@@ -232,16 +258,17 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
         RecipeError: it would not be what was planned.
     """
     keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
-    keys |= plan_keys(recipe, plan, problem.global_batch_size)
+    keys |= plan_keys(recipe, problem, plan)
     planned = laid_out(problem, plan)
     graph = resolve(parse_recipe(rewritten(text, keys))).graph
     for name in plan.modules:
         if graph[name].splits != planned[name].splits:
             table, stages = keys["parallelism",][name], [list(layers) for layers in planned[name].splits]
+            table.pop(PER_STAGE, None)
             if stages:
                 table["module_fqns_per_model_part"] = stages
-            else:  # bubble_fill would cut it into slices
-                table["pipeline_parallel_layers_per_stage"] = len(planned[name].layers)
+            else:  # the recipe would cut it into slices or turns
+                table[PER_STAGE] = len(planned[name].layers)
     text = rewritten(text, keys)
     graph = resolve(parse_recipe(text)).graph
     for name in graph.order:

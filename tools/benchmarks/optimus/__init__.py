@@ -49,7 +49,7 @@ JUDGES = (
     "src/hetmesh/cost",
     "src/hetmesh/schedule",
     "src/hetmesh/simulate",
-    "tools/analysis/encoder_plans.py",
+    "src/hetmesh/planner/candidates.py",
     "src/hetmesh/simulate/fill_bubbles.py",
     "src/hetmesh/planner/predict.py",
 )

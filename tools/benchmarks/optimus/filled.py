@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from analysis.encoder_plans import EncoderPlan, encoder_plans
 from benchmarks.optimus import models
 from benchmarks.optimus.bound import Bound, fill_bound, llm_alone
+from benchmarks.optimus.encoder_plans import EncoderPlan, encoder_plans
 from benchmarks.optimus.layouts import EARLY, colocated, step
 from hetmesh.balance import BatchPlan
 from hetmesh.errors import ScheduleError

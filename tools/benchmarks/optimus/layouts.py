@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from analysis.encoder_plans import EncoderPlan
 from benchmarks.optimus import models
+from benchmarks.optimus.encoder_plans import EncoderPlan
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.cost import partition
 from hetmesh.cost.stage_cuts import Ties, runs

@@ -12,7 +12,10 @@ and the layout that the planner would have taken.
 A file may also have the columns `seq` (8192), `global_batch` (288 on 72 GPUs, else one sample per GPU), `microbatches`
 (one sample per lane each), `placement` (`colocated`, or `disjoint`: the colocated columns then hold disjoint layouts),
 `gpus_other` (all GPUs of the second layout) and `phase` (`forward_backward`: steps are without the optimizer and its
-communication).
+communication). Other columns, and rows of layouts that cannot be laid out or run, are left out and named (`left_out`).
+
+`planned_over_best` and `baseline_over_published` are of ViT-22B + GPT-175B on 1,536, 2,048 and 3,072 GPUs
+(`strong_scaling.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ from benchmarks.planner.architectures import decoder, described, encoder
 from benchmarks.planner.further_predictions import crossover, long_context
 from benchmarks.planner.megatron_bytes import megatron_bytes
 from benchmarks.planner.peaks import memory_remarks, other_predictions, peak_agreement
-from benchmarks.planner.published_rows import REFERENCE, Row, read_rows
+from benchmarks.planner.published_rows import REFERENCE, Row, read_rows, unknown_columns
 from benchmarks.planner.row_predictions import RECOMPUTED, Predicted, predict_row, row_problem
 from benchmarks.planner.search_seconds import BATCHES, search_seconds
 from benchmarks.planner.sharded_state import sharded_state
+from benchmarks.planner.strong_scaling import scaling_lines, strong_scaling
 from benchmarks.planner.unexplained import OF_ALL_ROWS, unexplained
 from hetmesh.cost import MACHINES, load_machine
+from hetmesh.errors import HetmeshError
 from hetmesh.planner import search
 from hetmesh.planner.predict import batch_flops
 
@@ -57,10 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Predict all rows, then search."""
-    rows = read_rows(args.rows)
-    found = [predict_row(row, args.machine) for row in rows]
+    rows, found, left_out = list[Row](), list[tuple[Predicted, Predicted]](), list[str]()
+    for row in read_rows(args.rows):
+        try:
+            found.append(predict_row(row, args.machine))
+            rows.append(row)
+        except HetmeshError as error:
+            left_out.append(f"{row.model} on {row.gpus[0]} GPUs: {error}")
+    if not rows:
+        raise HetmeshError(f"{args.rows}: no row can be predicted: {'; '.join(left_out)}")
     machine = load_machine(args.machine)
     result = {"table": args.rows.name, "machine": args.machine} | _agreement(rows, found, machine.memory_bytes)
+    result["left_out"] = [*(f"column {name}" for name in unknown_columns(args.rows)), *left_out]
     result["memory"] = other_predictions(rows, args.machine)
     result["constants"] = {
         key: getattr(machine, key)
@@ -72,8 +85,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for row, each in zip(rows, result["rows"], strict=True):
             each["own_best"] = _own_best(row, each, args.machine)
         seconds = {ranks: search_seconds(ranks) for ranks in BATCHES}
+        scaling = strong_scaling()
         result |= {f"search_s_{ranks}": each["search_s"] for ranks, each in seconds.items()}
+        result["search_s_3072"] = max(result["search_s_3072"], scaling["3072"]["search_s"])  # the slower recipe
+        for key in ("planned_over_best", "baseline_over_published"):
+            result[key] = {gpus: each[key] for gpus, each in scaling.items()}
         result["searches"] = list(seconds.values())
+        result["strong_scaling"] = scaling
         result["sharded_state"] = sharded_state()
         result["zero1_step_over_replicas"] = result["sharded_state"]["step_over_replicas"]
         result["long_context"] = long_context(args.machine)
@@ -176,11 +194,13 @@ def table(result: dict[str, Any]) -> str:
         f"{_number(result['fits_80gb_share'])} of the layouts within the machine's",
         "otherwise: " + "; ".join(_said(name, each) for name, each in result["memory"].items()),
     ]
+    lines += [f"left out: {each}" for each in result["left_out"]]
     for each in result.get("searches", ()):
         lines.append(
             f"search of {each['recipe']} on {each['ranks']} ranks: {each['search_s']:.1f} s, "
             f"{each['considered']} layouts"
         )
+    lines += scaling_lines(result.get("strong_scaling", {}))
     if state := result.get("sharded_state"):
         steps, peaks = state["step_s"], state["peak_bytes"]
         lines.append(

@@ -47,8 +47,15 @@ class Layout:
         first = math.prod(self.encoder) if disjoint else 0
         (tp, cp, pp, dp), (own_tp, own_cp, own_pp, own_dp) = self.encoder, self.llm
         checkpoint = "full" if recompute else "none"
-        vision = ModulePlan((0, math.prod(self.encoder)), (pp, 1, dp, cp, tp), checkpoint, reshard="never")
-        llm = ModulePlan((first, first + math.prod(self.llm)), (own_pp, 1, own_dp, own_cp, own_tp), reshard="never")
+        vision = ModulePlan(
+            (0, math.prod(self.encoder)), (pp, 1, dp, cp, tp), checkpoint, reshard="never", sequence_parallel=tp > 1
+        )
+        llm = ModulePlan(
+            (first, first + math.prod(self.llm)),
+            (own_pp, 1, own_dp, own_cp, own_tp),
+            reshard="never",
+            sequence_parallel=own_tp > 1,
+        )
         return {"vision": vision, "llm": llm}
 
 
@@ -89,7 +96,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a file; lines that begin with # are left out.
+    """The rows of a file; lines that begin with # and columns that are not known are left out.
 
     Raises:
         HetmeshError: the file cannot be read, or is not such a table; the message names row and column.
@@ -103,11 +110,10 @@ def read_rows(path: Path) -> list[Row]:
         raise HetmeshError(f"{path}: no line; the first one names the columns {', '.join(COLUMNS)}")
     names, *rest = list(csv.reader(line for _, line in numbered))
     missing = [name for name in COLUMNS if name not in names]
-    unknown = [name for name in names if name not in COLUMNS + OPTIONAL]
-    if missing or unknown or len(set(names)) < len(names):
+    if missing or len(set(names)) < len(names):
         raise HetmeshError(
-            f"{path} line {numbered[0][0]}: columns {missing} are missing, {unknown} unknown; each once are "
-            f"{', '.join(COLUMNS)}, and may be {', '.join(OPTIONAL)}"
+            f"{path} line {numbered[0][0]}: columns {missing} are missing; each once are {', '.join(COLUMNS)}, and may "
+            f"be {', '.join(OPTIONAL)}"
         )
     found = []
     for (line, _), cells in zip(itertools.islice(numbered, 1, None), rest, strict=True):
@@ -117,6 +123,13 @@ def read_rows(path: Path) -> list[Row]:
     if not found:
         raise HetmeshError(f"{path}: no row below the names of the columns")
     return found
+
+
+def unknown_columns(path: Path) -> list[str]:
+    """Columns of a file, which has been read, that mean nothing here."""
+    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    names = next(csv.reader(line for line in lines if not line.startswith("#")))
+    return [name for name in names if name not in COLUMNS + OPTIONAL]
 
 
 @dataclass(frozen=True)

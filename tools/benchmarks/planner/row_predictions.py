@@ -72,10 +72,21 @@ def row_problem(row: Row, machine: str = "h100", ranks: int | None = None, optio
     )
     graph = ModuleGraph(modules, (BoundarySpec("vision", "projector"), BoundarySpec("projector", "llm", "image")))
     facts = {
-        "vision": ModuleFacts(shapes["vision"], Activation(tower.width), tensor_degrees=(1, 2, 4, 8)),
+        "vision": ModuleFacts(
+            shapes["vision"],
+            Activation(tower.width),
+            tensor_degrees=(1, 2, 4, 8),
+            context_parallel=True,
+            tokens_per_row=1,
+            sequence_parallel=True,
+        ),
         "projector": ModuleFacts(shapes["projector"], alone=False),
         "llm": ModuleFacts(
-            shapes["llm"], Activation(llm.width, True), tensor_degrees=(1, 2, 4, 8), context_parallel=True
+            shapes["llm"],
+            Activation(llm.width, True),
+            tensor_degrees=(1, 2, 4, 8),
+            context_parallel=True,
+            sequence_parallel=True,
         ),
     }
     costs = {name: SampleCosts.of(shape, upstream=name != "vision") for name, shape in shapes.items()}

@@ -1,9 +1,14 @@
-"""Plans of an encoder on the ranks of an LLM's pipeline, as Optimus searches them (arXiv 2408.03505, section 4.1)."""
+"""Plans of an encoder on the ranks of an LLM's pipeline, as Optimus searches them (arXiv 2408.03505, section 4.1).
+
+Which degrees go together is what the planner says (`suits`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from hetmesh.planner import ModulePlan
+from hetmesh.planner.candidates import suits
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +35,7 @@ def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int, vir
 
     The samples go round: pipeline j takes the j-th share of each of the encoder's microbatches. Uneven ways to part
     them, because pipelines on other stages of the LLM have other gaps, are splits of whole
-    microbatches (`hetmesh.planner.search.splits`).
+    microbatches (`hetmesh.planner.microbatch_splits.splits`).
 
     Args:
         pp, tp: degrees of the LLM.
@@ -39,11 +44,12 @@ def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int, vir
         layers: of the encoder; stages hold equally many.
         virtual: most stages per rank of a pipeline.
     """
-    for own_pp in _divisors(pp):
-        if layers % own_pp:
-            continue
-        for own_tp in _divisors(tp):
+    sink = ModulePlan((0, pp * tp), (pp, 1, 1, 1, tp))
+    for own_pp in _divisors(layers):
+        for own_tp in range(1, tp + 1):
             lanes = pp * tp // (own_pp * own_tp)
+            if not suits(ModulePlan(sink.ranks, (own_pp, lanes, 1, 1, own_tp)), sink):
+                continue
             for size in range(1, largest + 1):
                 if samples % (lanes * size):
                     continue
