@@ -195,7 +195,8 @@ class Predictor:
             if plan.schedule == "bubble_fill":
                 schedule = fill_bubbles(model, batch, True, plan.options)
             else:
-                schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, plan.options)
+                options = replace(plan.options, validated=False)
+                schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, options)
             yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
 
 

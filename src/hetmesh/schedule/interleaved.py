@@ -38,7 +38,7 @@ def interleaved(
     more = 0
     while True:
         try:
-            return _interleaved(stages, routes, steps, training, options.early, more)
+            return _interleaved(stages, routes, steps, training, options, more)
         except ScheduleError:
             if more >= routes.most:
                 raise
@@ -46,7 +46,12 @@ def interleaved(
 
 
 def _interleaved(
-    stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]], training: bool, early: bool, more: int
+    stages: StageGraph,
+    routes: Routes,
+    steps: Sequence[Sequence[Action]],
+    training: bool,
+    options: PolicyOptions,
+    more: int,
 ) -> Schedule:
     groups: list[Group] = []
     caps: dict[Stage, int] = {}
@@ -65,14 +70,14 @@ def _interleaved(
             continue
         released = backwards.get(stage) or range(routes.count(stage.module))
         for r in range(p):
-            sequence = tuple(_sequence(stages, own[r::p], r, p, released, training, early, cap - 1))
+            sequence = tuple(_sequence(stages, own[r::p], r, p, released, training, options.early, cap - 1))
             groups.append(Fixed(own[r::p], sequence))
             caps |= {s: _peak(sequence, s) for s in own[r::p]}
         shared |= set(own)
     order = list_schedule(stages, routes, groups, nominal(stages, routes))
     held = peaks_in_flight(order, stages, routes, training)
     in_flight = {s: held[s] if s in shared else caps[s] for s in stages.stages}
-    return schedule_of(order, stages, routes, training, in_flight)
+    return schedule_of(order, stages, routes, training, in_flight, validated=options.validated)
 
 
 def _sequence(

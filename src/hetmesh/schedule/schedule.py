@@ -28,6 +28,7 @@ class PolicyOptions:
             LLM's order needs.
         raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
             error.
+        validated: interleaved: False: for a search, which simulates hundreds of schedules and runs none.
     """
 
     window: int | None = None
@@ -38,6 +39,7 @@ class PolicyOptions:
     refine: bool = True
     in_flight: int | None = None
     raise_in_flight: bool = False
+    validated: bool = True
 
 
 DEFAULT = PolicyOptions()
@@ -334,12 +336,14 @@ def schedule_of(
     training: bool,
     in_flight: Mapping[Stage, int],
     split: frozenset[Stage] = NO_STAGES,
+    validated: bool = True,
     **flags: frozenset[Stage],
 ) -> Schedule:
     """The validated schedule of compute actions in that order, with their messages; gradients of a stage are reduced
     after its last backward.
 
     Args:
+        validated: False: it is not.
         flags: `recompute`, `offload` and `beside` of the schedule.
     """
     last: dict[Stage, Action] = {}
@@ -348,4 +352,5 @@ def schedule_of(
         if action.stage in stages.trainable_stages and kinds and action.kind is kinds[-1]:
             last[action.stage] = action
     actions = with_messages(order, stages, routes, split, last.values())
-    return validate(Schedule(stages, routes, actions, training, split, in_flight, **flags))
+    schedule = Schedule(stages, routes, actions, training, split, in_flight, **flags)
+    return validate(schedule) if validated else schedule
