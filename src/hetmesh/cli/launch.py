@@ -64,11 +64,9 @@ def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
     wait for them. In a process that torchrun, srun or mpirun started it is called right here, as one of their workers.
 
     Workers are forked on a CPU, where this process has one thread. Otherwise they start anew: `function` is then at the
-    top level of a module, and a script calls this under `if __name__ == "__main__":`.
-
-    Raises:
-        LaunchError: a worker failed (its error, the first of all), the launcher started another number of processes, or
-            this machine has GPUs, but fewer than `ranks`.
+    top level of a module, and a script calls this under `if __name__ == "__main__":`. Raises LaunchError: a worker
+    failed (its error, the first of all), the launcher started another number of processes, or this machine has GPUs,
+    but fewer than `ranks`.
     """
     place = find_place(os.environ)
     if place is not None:

@@ -100,11 +100,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
     """The simulated step of the best layout of each placement, all on one axis of time."""
-    from hetmesh.planner import timeline
+    from hetmesh.planner.predict import MIN_LANES, Predictor
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.timeline_text import gantt_text, headline
 
-    steps = {name: timeline(problem, best[0].plan) for name, best in found.best.items() if best}
+    predictor = Predictor(problem, lanes=MIN_LANES)
+    steps = {name: predictor.timelines(best[0].plan)[0] for name, best in found.best.items() if best}
     if args.png:
         save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
     if args.draw and not args.json:

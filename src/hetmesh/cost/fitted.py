@@ -111,9 +111,7 @@ class Profile:
         """The seconds of `layer`; arguments as in `layer_time`.
 
         A layer measured whole but not at degree `tp` counts with that share of its rows and pairs which is split.
-
-        Raises:
-            HetmeshError: no layer of this kind was measured.
+        Raises HetmeshError: no layer of this kind was measured.
         """
         parts, share = self._find(layer, tp)
         rows = work.targets if layer.on_targets else work.rows

@@ -102,11 +102,7 @@ class ResolvedRecipe:
 
     @cached_property
     def order(self) -> SampleOrder:
-        """Of the training samples.
-
-        Raises:
-            SampleError: with a curriculum, the metadata of a sample cannot be read.
-        """
+        """Of the training samples. Raises SampleError: with a curriculum, the metadata of a sample cannot be read."""
         keys, seed, size = self.recipe.data, self.recipe.debug.seed, self.recipe.batch.global_batch_size
         if keys.phases:
             assert isinstance(self.source, MixtureSource)
