@@ -72,13 +72,8 @@ FORBIDDEN_LOAD = 1 << 62  # that no microbatch has
 
 @dataclass(frozen=True)
 class Pairing:
-    """What one lane defers.
-
-    Attributes:
-        order: its microbatches: an overloaded one, the underloaded one that takes from it, the next two, and so on; one
-            without a partner comes last.
-        deferred: the samples that the last module takes one place later than the order says.
-    """
+    """The order of one lane's microbatches (an overloaded one, the underloaded one that takes from it, the next two,
+    and so on; one without a partner comes last), and the samples that the last module takes one place later."""
 
     order: tuple[int, ...]
     deferred: tuple[int, ...]

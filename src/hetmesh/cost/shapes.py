@@ -12,12 +12,8 @@ from hetmesh.layout.hashing import HashedOnce
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """What the optimizer of a parameter makes of it.
-
-    Attributes:
-        copies: tensors of the parameter's size that it keeps.
-        whole: whether its step needs the whole parameter, which ranks that hold shards of it gather.
-    """
+    """How many tensors of a parameter's size its optimizer keeps, and whether its step needs the whole parameter, which
+    ranks that hold shards of it gather."""
 
     copies: int
     whole: bool

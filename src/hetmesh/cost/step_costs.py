@@ -96,12 +96,8 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What travels along one route, rows or (reversed) their gradients.
-
-    Attributes:
-        seconds: from the first byte sent to the last one in place.
-        bytes: received by the rank that receives most.
-    """
+    """What travels along one route, rows or (reversed) their gradients: seconds from the first byte sent to the last
+    one in place, and the bytes of the rank that receives most."""
 
     seconds: float = 0.0
     bytes: int = 0

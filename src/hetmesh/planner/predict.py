@@ -37,12 +37,9 @@ from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 
 def some_lanes(graph: ModuleGraph, least: int = 1) -> tuple[ModuleGraph, float]:
-    """The first lanes of every module of `graph`, so many that they exchange rows with each other alone where all
-    lanes get equally much: of the sink at least `least`, of the others in proportion. Ranks keep their numbers.
-
-    Returns:
-        The smaller graph, and the share of the sink's lanes that is in it.
-    """
+    """The graph of the first lanes of every module of `graph`, so many that they exchange rows with each other alone
+    where all lanes get equally much: of the sink at least `least`, of the others in proportion; and the share of the
+    sink's lanes that is in it. Ranks keep their numbers."""
     total = graph.sink.num_lanes
     step = math.lcm(*(total // math.gcd(total, graph[name].num_lanes) for name in graph.order))
     for count in range(step, total, step):

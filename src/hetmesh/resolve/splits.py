@@ -22,13 +22,8 @@ Runs = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Splits:
-    """The stages of a module, as `ModuleSpec` has them; by default it has one.
-
-    Attributes:
-        runs: layers of each stage.
-        activation: what passes between them.
-        frozen_layers: its layers without a trainable parameter, where others have one.
-    """
+    """The stages of a module, as `ModuleSpec` has them (by default one): layers of each, what passes between them, and
+    the layers without a trainable parameter, where others have one."""
 
     runs: Runs = ()
     activation: Activation | None = None
@@ -37,12 +32,8 @@ class Splits:
 
 @dataclass(frozen=True)
 class Typical:
-    """By what modules are cut.
-
-    Attributes:
-        work: of a typical microbatch, per module; empty: not known.
-        profile: measured seconds of layers; None: FLOPs stand for them.
-    """
+    """By what modules are cut: the work of a typical microbatch, per module (empty: not known), and measured seconds of
+    layers, for which FLOPs stand without a profile."""
 
     work: Callable[[], Mapping[str, Work]] = dict
     profile: Profile | None = None

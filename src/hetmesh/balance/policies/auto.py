@@ -58,11 +58,7 @@ def _largest(loads: BatchLoads, found: Assignment) -> float:
 
 
 class _Trial:
-    """Candidates, one after the other.
-
-    Attributes:
-        tried: all so far; their scores are left out while there is but one.
-    """
+    """Candidates, one after the other; all so far are `tried`, without a score while there is but one."""
 
     def __init__(self, first: Assignment, score: Score) -> None:
         self.score, self.best, self.tried = score, first, [first]
