@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise UsageError(f"{name} {value}: must be above 0")
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
-    from hetmesh.report.plan_text import Planned, nothing_found, plan_json, plan_text
+    from hetmesh.report.plan_text import PlanReport, nothing_found, plan_json, plan_text
     from hetmesh.resolve.plan_phases import plan_phases, run_phases
     from hetmesh.resolve.planning import certified, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     found = search(problem, shown=args.shown, batches=batches)
     planned = tuple(plan_phases(phases, problem_of)) if len(phases) > 1 and steps is None else ()
     seconds = time.perf_counter() - started
-    result = Planned(problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned)
+    result = PlanReport(problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned)
     print(to_json(plan_json(result), indent=2) if args.json else plan_text(result))
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)

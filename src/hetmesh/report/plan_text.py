@@ -26,7 +26,7 @@ CLOSE = 0.1
 points off the published ones (`bench.py planner`)."""
 
 
-class Planned(NamedTuple):
+class PlanReport(NamedTuple):
     """What `hetmesh plan` says: what was searched and found, in how many seconds; what is certified of how ranks are
     parted (None: there is nothing to part); the number of sampled batches whose mean decided; the steps whose data were
     looked at; and what is planned for each phase of the data."""
@@ -40,7 +40,7 @@ class Planned(NamedTuple):
     phases: Sequence[PhasePlan] = ()
 
 
-def plan_text(planned: Planned) -> str:
+def plan_text(planned: PlanReport) -> str:
     """Tables for people, lines of at most about 120 characters."""
     return "\n".join(line.rstrip() for line in (*_lines(planned), *_phase_lines(planned.problem, planned.phases)))
 
@@ -95,7 +95,7 @@ def _phase_lines(problem: Problem, phases: Sequence[PhasePlan]) -> Iterator[str]
             yield f"   stay with the layout before: a change would save {saved:.1%}, which is below {MIN_GAIN:.0%}"
 
 
-def _lines(planned: Planned) -> Iterator[str]:
+def _lines(planned: PlanReport) -> Iterator[str]:
     problem, found, seconds, macro, batches, steps, _ = planned
     limit = f", at most {amount(problem.limit)}B on a rank" if problem.limit else ""
     ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
@@ -214,7 +214,7 @@ def _refused(found: Found) -> Iterator[str]:
         yield f"not possible ({count} layouts): {reason}"
 
 
-def plan_json(planned: Planned) -> dict[str, Any]:
+def plan_json(planned: PlanReport) -> dict[str, Any]:
     """The same as plain values; steps count from 1."""
     problem, found, seconds, macro, batches, steps, phases = planned
     asked = {"machine": problem.machine.name, "ranks": problem.ranks, "global_batch_size": problem.global_batch_size}
