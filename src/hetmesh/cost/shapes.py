@@ -199,11 +199,6 @@ class ModuleShape(HashedOnce):
         trained = {layer.name for layer in self.layers if layer.trainable}
         return frozenset() if "" in trained else frozenset(layer.name for layer in self.layers) - trained - {""}
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether it has stacks of experts whose products are counted."""
-        return any(weight.expert for weight in self.weights)
-
     @cached_property
     def uncounted(self) -> tuple[str, ...]:
         """Stacks of experts of a model that does not say how many of them a row chooses: their products are missing in

@@ -220,20 +220,9 @@ def plan_keys(recipe: Recipe, problem: Problem, plan: LayoutPlan) -> dict[tuple[
     return keys
 
 
-_PLANNED = {
-    "ranks",
-    *DEGREE_OF_AXIS.values(),
-    EXPERT_DEGREE,
-    "fsdp_reshard_after_forward",
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_microbatch_size",
-    "module_fqns_per_model_part",
-    PER_STAGE,
-    "enable_sequence_parallel",
-    "three_phase_window",
-    "interleaved_early_warmup",
-    "bubble_fill_schedule",
-}
+_PLANNED = {"ranks", *DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "fsdp_reshard_after_forward", "enable_sequence_parallel"}
+_PLANNED |= {PER_STAGE, "module_fqns_per_model_part", "pipeline_parallel_microbatch_size"}
+_PLANNED |= {"pipeline_parallel_schedule", "three_phase_window", "interleaved_early_warmup", "bubble_fill_schedule"}
 
 
 def not_kept(recipe: Recipe) -> list[str]:
