@@ -38,14 +38,9 @@ SMALL_MACHINE_CORES = 4
 
 
 def launch_recipe(recipe: Recipe) -> int:
-    """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them.
-
-    Returns:
-        The exit status: 0; 1: one error was printed; 130: SIGINT; 143: SIGTERM. No worker is left running.
-
-    Raises:
-        LaunchError: this machine has GPUs, but fewer than workers.
-    """
+    """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them: none is left running. Returns
+    the exit status: 0; 1: one error was printed; 130: SIGINT; 143: SIGTERM. Raises LaunchError: this machine has GPUs,
+    but fewer than workers."""
     try:
         failure = _run(_train, recipe.world_size, (recipe,), "the recipe has")
     except Interrupted as error:

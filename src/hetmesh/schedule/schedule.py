@@ -63,7 +63,6 @@ class Action:
     """One step of work.
 
     Attributes:
-        kind: what is done.
         target: a stage, or the edge along which rows (or, on a reversed edge, gradients) travel.
         microbatch: which microbatch, of an edge the one of its source; -1 for REDUCE, which comes once per step.
         to: of an edge whose ends have different microbatches, the one of its destination; None otherwise.
