@@ -284,12 +284,15 @@ def test_what_cannot_be_is_named():
         Slots((1, 1), (1, 1), equal_counts=True, deferral=True)
 
 
-def test_auto_takes_what_the_score_prefers():
+def test_auto_takes_what_the_score_prefers(monkeypatch):
     loads = BatchLoads(("vision", "llm"), np.random.default_rng(6).integers(1, 100, (64, 2)))
     slots = Slots((2, 2), (8, 8), stages=(2, 2), deferral=True)
-    assert assign(loads, slots, "auto", score=lambda found: found.policy != "none").policy == "auto: none"
-    assert assign(loads, slots, "auto", score=lambda found: found.policy != "entrain").policy == "auto: entrain"
     assert assign(loads, slots, "auto").policy.startswith("auto: two_dim")
+    monkeypatch.setitem(POLICIES["auto"].__globals__, "EVEN_RATIO", 0.0)  # all are tried
+    for best in ("none", "entrain"):
+        score = lambda *_, best=best: lambda found: found.policy != best  # noqa: E731
+        monkeypatch.setitem(POLICIES["auto"].__globals__, "pipeline_score", score)
+        assert assign(loads, slots, "auto").policy == f"auto: {best}"
 
 
 _ELSEWHERE = """

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.stage_counts import Chain, stage_counts, time_of_cuts
-from hetmesh.cost import StageMemory, partition, stage_costs
+from hetmesh.cost import StageMemory, partition
+from hetmesh.cost.stage_cuts import runs
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
@@ -28,7 +29,7 @@ def fits(memory, in_flight, counts):
 
 def brute_force(costs, stages, memory=None, in_flight=(), ties="even"):
     legal = [c for c in cuts(len(costs), stages) if memory is None or fits(memory, in_flight, c)]
-    scored = [(max(s), sum(x * x for x in s), c) for c in legal for s in [stage_costs(costs, c)]]
+    scored = [(max(s), sum(x * x for x in s), c) for c in legal for s in [[*map(sum, runs(costs, c))]]]
     if ties != "even" and scored:
         fastest = [c for most, _, c in scored if most == min(scored)[0]]
         return max(fastest) if ties == "early" else min(fastest)

@@ -278,7 +278,7 @@ def test_o3_what_encoders_keep_until_the_tail_prunes_plans():
     for size in (4, 16):
         given = alike(problem(2, size, fixed={**FEW, **degrees, "schedule": "three_phase"}))
         (plan,) = candidates(given, "colocated")
-        ((_, costs),) = Predictor(given).steps(plan)
+        ((_, _, costs),) = Predictor(given).steps(plan)
         each = [cost.activation_bytes for (stage, _), cost in costs.stages.items() if stage == vision]
         shape, rows = given.facts["vision"].shape, given.samples[0].rows["vision"]
         blocks = [layer for layer in shape.layers if layer.attention_width]

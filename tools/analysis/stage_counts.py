@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.cost import LayerTime
-from hetmesh.cost.stage_cuts import StageMemory, partition, stage_costs
+from hetmesh.cost.stage_cuts import StageMemory, partition, runs
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph
 
@@ -98,7 +98,7 @@ def time_of_cuts(
     graph: ModuleGraph, chains: Mapping[str, Chain], cuts: Mapping[str, Sequence[int]], microbatches: int
 ) -> StageCounts:
     """T of given cuts, by the costs of `chains`."""
-    each = {name: stage_costs(_costs(chains, name), cut) for name, cut in cuts.items()}
+    each = {name: [float(sum(run)) for run in runs(_costs(chains, name), cut)] for name, cut in cuts.items()}
     slowest = max(max(costs) for costs in each.values())
     totals = {name: sum(chain.costs) for name, chain in chains.items()}
     longest: dict[str, float] = {}

@@ -71,11 +71,8 @@ class BatchPlan:
     @cached_property
     def routes(self) -> Routes:
         """How many microbatches modules have, and which feed which: those that share a sample with rows. Where no rows
-        go anywhere but to the same number, each number feeds itself, also without any rows.
-
-        Raises:
-            GraphError: the metadata of a sample was not expanded.
-        """
+        go anywhere but to the same number, each number feeds itself, also without any rows. Raises GraphError: the
+        metadata of a sample was not expanded."""
         pairs = {}
         for boundary in self.graph.boundaries:
             ends = boundary.source, boundary.destination

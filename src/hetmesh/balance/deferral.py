@@ -7,6 +7,7 @@ nearest to half the difference (subset sum, over all its samples); bottleneck ma
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,14 +27,9 @@ def bottleneck_matching(cost: np.ndarray) -> list[int]:
     best = _perfect(cost, values[0])  # enough, nearly always
     if best is not None:
         return best
-    low, high = 1, len(values) - 1  # the largest always suffices
-    while low < high:
-        middle = (low + high) // 2
-        if _perfect(cost, values[middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    best = _perfect(cost, values[low])
+    # the largest always suffices
+    at = bisect.bisect_left(values, True, 1, len(values) - 1, key=lambda limit: _perfect(cost, limit) is not None)
+    best = _perfect(cost, values[at])
     assert best is not None, "all pairs together hold a perfect matching"
     return best
 
@@ -72,13 +68,8 @@ FORBIDDEN_LOAD = 1 << 62  # that no microbatch has
 
 @dataclass(frozen=True)
 class Pairing:
-    """What one lane defers.
-
-    Attributes:
-        order: its microbatches: an overloaded one, the underloaded one that takes from it, the next two, and so on; one
-            without a partner comes last.
-        deferred: the samples that the last module takes one place later than the order says.
-    """
+    """The order of one lane's microbatches (an overloaded one, the underloaded one that takes from it, the next two,
+    and so on; one without a partner comes last), and the samples that the last module takes one place later."""
 
     order: tuple[int, ...]
     deferred: tuple[int, ...]

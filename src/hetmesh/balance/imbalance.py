@@ -59,12 +59,8 @@ class ModuleLoad:
 
 @dataclass(frozen=True)
 class BatchLoad:
-    """How even one batch is.
-
-    Attributes:
-        modules: those that are balanced (`led_modules`), with what goes along with them.
-        deferred: samples that the last module takes in a later microbatch than a module before it.
-    """
+    """How even one batch is: the `led_modules`, with what goes along with them, and how many samples the last module
+    takes in a later microbatch than a module before it."""
 
     modules: Mapping[str, ModuleLoad]
     deferred: int

@@ -32,7 +32,7 @@ def resplit(
     limit: np.ndarray | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """`bins` with less difference between them: a local search by exchanges between two bins at a time.
+    """`bins`, int64 `[bins, capacity]`, with less difference between them: a local search by exchanges between two.
 
     In every round all bins are paired: those with most load of a module with those with least, or at random. A pair
     takes the split that minimises the squared difference to its targets, summed over modules; all pairs and splits are
@@ -40,7 +40,7 @@ def resplit(
 
     Args:
         load: int64 `[samples, modules]`, normalised.
-        bins: int64 `[bins, capacity]`; numbers from `len(load)` on stand for nobody (`fill.longest_first`).
+        bins: numbers from `len(load)` on stand for nobody (`fill.longest_first`).
         rounds: at most.
         target: int64 `[bins, modules]`: the load that each bin should have; None: equal ones.
         group: int64 `[bins]`: exchanges stay inside a group of bins; None: one group.
@@ -48,9 +48,6 @@ def resplit(
         equal_counts: counts of samples differ by no more than one, and stay so.
         limit: int64 `[modules]`: no bin gets further beyond it than it has to (`lower_peaks`).
         seed: of the random pairs.
-
-    Returns:
-        int64 `[bins, capacity]`.
     """
     count, capacity = bins.shape
     if count < 2 or not capacity or not load.shape[1]:
@@ -104,12 +101,8 @@ def _guarded(limit: np.ndarray) -> Cost:
 
 
 class _State:
-    """Bins while they are improved.
-
-    Attributes:
-        values: float64 `[modules, samples]`, 0 for nobody.
-        excess: float64 `[modules, bins]`: load of each bin, less its target.
-    """
+    """Bins while they are improved: `values`, float64 `[modules, samples]`, are 0 for nobody, and `excess`, float64
+    `[modules, bins]`, is the load of each bin, less its target."""
 
     def __init__(self, load: np.ndarray, bins: np.ndarray, target: np.ndarray | None, equal_counts: bool) -> None:
         self.bins, self.samples, self.equal_counts = bins.copy(), len(load), equal_counts

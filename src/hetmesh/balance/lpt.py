@@ -22,15 +22,13 @@ def normalised(work: np.ndarray, bins: int) -> np.ndarray:
 
 
 def longest_first(load: np.ndarray, bins: int, capacity: int) -> np.ndarray:
-    """LPT in rounds: the `bins` weightiest samples one each to the emptiest bins, then the next, and so on.
+    """LPT in rounds: the `bins` weightiest samples one each to the emptiest bins, then the next, and so on; int64
+    `[bins, capacity]`: samples, where numbers from `len(load)` on stand for nobody.
 
     Weight and emptiness are those of the module that dominates; ties go to the sum over modules.
 
     Args:
         load: int64 `[samples, modules]`, at most `bins * capacity` samples.
-
-    Returns:
-        int64 `[bins, capacity]`: samples; numbers from `len(load)` on stand for nobody.
     """
     count = bins * capacity
     order = np.lexsort((-load.sum(1), -load.max(1))) if len(load) else np.arange(0)
@@ -54,7 +52,8 @@ def least_loaded(
     ties: np.ndarray | None = None,
     limit: int = 0,
 ) -> np.ndarray:
-    """Each sample of `order` in turn to the bin with the least load so far.
+    """Each sample of `order` in turn to the bin with the least load so far. The bin of each, int64 `[samples]`; -1 for
+    those not in `order`.
 
     Args:
         order: int64: samples.
@@ -64,9 +63,6 @@ def least_loaded(
         ties: int64 `[samples]`: of bins with equal load, the one with least of this; None: with fewest samples. So
             samples without any load spread too. Then the bin with the lowest number.
         limit: samples that a bin may hold; 0: any number.
-
-    Returns:
-        int64 `[samples]`: the bin of each sample of `order`; -1 for those not in `order`.
     """
     heaps = [[(0, 0, b, 0) for b in sorted(bins)] for bins in choices]
     out, loads = np.full(len(load), -1, np.int64), load.tolist()

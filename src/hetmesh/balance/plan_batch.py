@@ -13,7 +13,6 @@ from hetmesh.balance.assignment import Assignment, BatchLoads, Lengths, Slots, c
 from hetmesh.balance.batch_plan import BatchPlan, Lanes
 from hetmesh.balance.co_located import lane_affinity, leaders, led_modules, share_microbatches
 from hetmesh.balance.run_balancer import assign
-from hetmesh.balance.step_lengths import Score
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
@@ -41,7 +40,6 @@ class BalanceOptions:
         deferral: whether the sink may take samples one microbatch late.
         split_deferred: whether what is deferred of an encoder's microbatch is one of its own (`split_deferred`).
         equal_counts: whether every lane and microbatch has as many samples as every other.
-        score: what `auto` chooses by (`assign`); None: `pipeline_score`, with
         lengths: what steps take (`Slots`).
     """
 
@@ -54,7 +52,6 @@ class BalanceOptions:
     split_deferred: bool = False
     equal_counts: bool = False
     microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    score: Score | None = None
     lengths: Lengths | None = None
 
 
@@ -203,7 +200,7 @@ def plan_batch(
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))
     policy = "none" if alone and not slots.capped and not slots.free else balance.policy  # nothing to choose
     loads = batch_loads(graph, samples, balance)
-    found = assign(loads, slots, policy, score=balance.score)
+    found = assign(loads, slots, policy)
     if balance.microbatch_shares:
         found = check(loads, slots, share_microbatches(graph, loads.modules, found, balance.microbatch_shares))
     if balance.split_deferred:

@@ -27,11 +27,8 @@ their order, are what the route to or from it carries."""
 
 def row_space(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int | None = None) -> RowSpace:
     """The rows that go over `boundary` from `microbatch` of its source to microbatch `to` of its destination (default:
-    the same number), by ascending sample index.
-
-    Raises:
-        GraphError: the metadata of a sample was not expanded for the source.
-    """
+    the same number), by ascending sample index. Raises GraphError: the metadata of a sample was not expanded for the
+    source."""
     space = _all_rows(plan, boundary, boundary.source, microbatch)
     if plan.in_step(boundary.source, boundary.destination):
         return space

@@ -8,23 +8,21 @@ from dataclasses import replace
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots, check
-from hetmesh.balance.policies import POLICIES, auto
-from hetmesh.balance.step_lengths import Score, pipeline_score
+from hetmesh.balance.policies import POLICIES
+from hetmesh.balance.step_lengths import pipeline_score
 from hetmesh.errors import GraphError
 
 MICROBATCH_FACTORS = (1.0, 0.5, 0.625, 0.75, 0.875, 1.25, 1.5, 2.0)  # times the recipe's number of microbatches
 
 
-def assign(loads: BatchLoads, slots: Slots, policy: str = "auto", *, score: Score | None = None) -> Assignment:
+def assign(loads: BatchLoads, slots: Slots, policy: str = "auto") -> Assignment:
     """In which microbatch and lane of each module every sample of a batch is.
 
     A pure function: equal numbers give an equal result on every rank, machine and number of threads, and the samples
     may come in any order (by their keys they are the same).
 
     Args:
-        policy: a key of `POLICIES`.
-        score: what `auto`, and a free number of microbatches, choose by: the length of a step with an assignment of the
-            samples by rising keys. None: that of a 1F1B pipeline (`pipeline_score`).
+        policy: a key of `POLICIES`; `auto`, and a free number of microbatches, choose by `pipeline_score`.
 
     Raises:
         GraphError: the policy is unknown, a sample alone exceeds a cap, or no way was found to keep the caps.
@@ -36,25 +34,21 @@ def assign(loads: BatchLoads, slots: Slots, policy: str = "auto", *, score: Scor
     _refuse_giants(loads, slots)
     order = np.argsort(loads.keys, kind="stable")
     by_key = loads.select(order)
-    found = _free(by_key, slots, policy, score) if slots.free else _run(by_key, slots, policy, score)
+    found = _free(by_key, slots, policy) if slots.free else POLICIES[policy](by_key, slots)
     check(by_key, slots, found)
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return found.permuted(back)
 
 
-def _run(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> Assignment:
-    return auto(loads, slots, score) if policy == "auto" else POLICIES[policy](loads, slots)
-
-
-def _free(loads: BatchLoads, slots: Slots, policy: str, score: Score | None) -> Assignment:
+def _free(loads: BatchLoads, slots: Slots, policy: str) -> Assignment:
     """The best number of microbatches; the one asked for, where others are no better. `auto` looks around by itself."""
-    length_of = score or pipeline_score(loads, slots)
+    length_of = pipeline_score(loads, slots)
     best: tuple[float, Assignment] | None = None
     problem: GraphError | None = None
     for counts in _numbers_of_microbatches(slots):
         try:
-            found = _run(loads, replace(slots, microbatches=counts), policy, score)
+            found = POLICIES[policy](loads, replace(slots, microbatches=counts))
         except GraphError as error:  # too few for a cap, perhaps
             problem = problem or error
             continue

@@ -39,13 +39,8 @@ OUTPUT_CLOSED = 141  # and where who read what was printed is gone (SIGPIPE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `hetmesh VERB RECIPE [--section.key value ...]`.
-
-    Returns:
-        The exit status: 0; 1: the run failed; 2: the recipe or the command line is wrong; 129: SIGHUP; 130: SIGINT;
-        143: SIGTERM;
-        141: nobody reads standard output any more.
-    """
+    """Run `hetmesh VERB RECIPE [--section.key value ...]`. Returns the exit status: 0; 1: the run failed; 2: the recipe
+    or the command line is wrong; 129: SIGHUP; 130: SIGINT; 141: nobody reads standard output any more; 143: SIGTERM."""
     if argv is None:
         atexit.register(gc.freeze)  # or the end of the process looks through a million imported objects again
     argv = list(sys.argv[1:] if argv is None else argv)

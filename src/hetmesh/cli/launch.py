@@ -38,14 +38,9 @@ SMALL_MACHINE_CORES = 4
 
 
 def launch_recipe(recipe: Recipe) -> int:
-    """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them.
-
-    Returns:
-        The exit status: 0; 1: one error was printed; 130: SIGINT; 143: SIGTERM. No worker is left running.
-
-    Raises:
-        LaunchError: this machine has GPUs, but fewer than workers.
-    """
+    """Train `recipe` on `recipe.world_size` workers of this machine, and wait for them: none is left running. Returns
+    the exit status: 0; 1: one error was printed; 130: SIGINT; 143: SIGTERM. Raises LaunchError: this machine has GPUs,
+    but fewer than workers."""
     try:
         failure = _run(_train, recipe.world_size, (recipe,), "the recipe has")
     except Interrupted as error:
@@ -64,11 +59,9 @@ def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
     wait for them. In a process that torchrun, srun or mpirun started it is called right here, as one of their workers.
 
     Workers are forked on a CPU, where this process has one thread. Otherwise they start anew: `function` is then at the
-    top level of a module, and a script calls this under `if __name__ == "__main__":`.
-
-    Raises:
-        LaunchError: a worker failed (its error, the first of all), the launcher started another number of processes, or
-            this machine has GPUs, but fewer than `ranks`.
+    top level of a module, and a script calls this under `if __name__ == "__main__":`. Raises LaunchError: a worker
+    failed (its error, the first of all), the launcher started another number of processes, or this machine has GPUs,
+    but fewer than `ranks`.
     """
     place = find_place(os.environ)
     if place is not None:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             raise UsageError(f"{name} {value}: must be above 0")
     from hetmesh.files import to_json, writing
     from hetmesh.planner import search
-    from hetmesh.report.plan_text import nothing_found, plan_json, plan_text
+    from hetmesh.report.plan_text import PlanReport, nothing_found, plan_json, plan_text
     from hetmesh.resolve.plan_phases import plan_phases, run_phases
     from hetmesh.resolve.planning import certified, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     found = search(problem, shown=args.shown, batches=batches)
     planned = tuple(plan_phases(phases, problem_of)) if len(phases) > 1 and steps is None else ()
     seconds = time.perf_counter() - started
-    result = problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned
-    print(to_json(plan_json(*result), indent=2) if args.json else plan_text(*result))
+    result = PlanReport(problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned)
+    print(to_json(plan_json(result), indent=2) if args.json else plan_text(result))
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)
         return 1
@@ -100,11 +100,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
     """The simulated step of the best layout of each placement, all on one axis of time."""
-    from hetmesh.planner import timeline
+    from hetmesh.planner.predict import MIN_LANES, Predictor
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.timeline_text import gantt_text, headline
 
-    steps = {name: timeline(problem, best[0].plan) for name, best in found.best.items() if best}
+    predictor = Predictor(problem, lanes=MIN_LANES)
+    steps = {name: predictor.timelines(best[0].plan)[0] for name, best in found.best.items() if best}
     if args.png:
         save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
     if args.draw and not args.json:

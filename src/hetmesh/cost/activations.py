@@ -67,7 +67,8 @@ def activation_bytes(
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
-    of_attention = () if layer.splits_attention else _first_part(products)[:-1]  # which makes all rows on every rank
+    first = [w for w in products if _part(w) == _part(products[0])]  # of the attention, if there is one
+    of_attention = () if layer.splits_attention else first[:-1]  # which makes all rows on every rank
     for w in products:
         kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
@@ -169,11 +170,6 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     output = 0 if any(w.inputs == width and w is not products[0] for w in groups) else width
     others = 2 * (layer.keys_on(split) - layer.key_width / split)
     return (output + layer.attention_copies * width) / split + others
-
-
-def _first_part(products: list[WeightShape]) -> list[WeightShape]:
-    """The products that one part of a layer makes, its attention if it has one."""
-    return [w for w in products if _part(w) == _part(products[0])]
 
 
 def _part(weight: WeightShape) -> str:

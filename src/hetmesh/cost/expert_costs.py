@@ -21,14 +21,8 @@ _INDEX_BYTES = 8
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of the experts of one layer.
-
-    Attributes:
-        count: experts.
-        chosen: of each token.
-        features: of the tokens.
-        inner: outputs of the gate, and of what it multiplies.
-    """
+    """Of the experts of one layer: how many there are and each token chooses, features of a token, and outputs of the
+    gate (`inner`), which are as many as those of what it multiplies."""
 
     count: int
     chosen: int

@@ -48,14 +48,8 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Observation:
-    """One measurement.
-
-    Attributes:
-        kind: of the layer (`layer_kind`).
-        part: one of `PARTS`.
-        rows, pairs: of the work; for a layer that runs on targets alone, `rows` are targets.
-        seconds: that it took.
-    """
+    """One measurement: the seconds of a part (of `PARTS` or `COLLECTIVES`) of a layer of a kind (`layer_kind`); `rows`
+    are targets for a layer that runs on those alone."""
 
     kind: str
     part: str
@@ -111,9 +105,7 @@ class Profile:
         """The seconds of `layer`; arguments as in `layer_time`.
 
         A layer measured whole but not at degree `tp` counts with that share of its rows and pairs which is split.
-
-        Raises:
-            HetmeshError: no layer of this kind was measured.
+        Raises HetmeshError: no layer of this kind was measured.
         """
         parts, share = self._find(layer, tp)
         rows = work.targets if layer.on_targets else work.rows
@@ -126,9 +118,7 @@ class Profile:
         if not upstream:
             return LayerTime(forward, 0.0, layer.trained_share * seconds(parts["backward_weight"]), recomputed)
         alone = parts["backward_input"]
-        if (
-            layer.trained_share
-        ):  # no coefficient above that of both: what is left for weights is linear, and not negative
+        if layer.trained_share:  # none above that of both: what is left for weights is linear, and not negative
             alone = Coefficients(*map(min, astuple(alone), astuple(both)))
         own = seconds(alone)
         return LayerTime(forward, own, layer.trained_share * (seconds(both) - own), recomputed)
@@ -229,22 +219,21 @@ def fit(
     Args:
         collectives: observations of `COLLECTIVES`, and held out.
     """
+    layers, sent = _fitted(observations), _fitted(collectives[0])
+    for kind, parts in layers.items():
+        if missing := [part for part in PARTS if part not in parts]:
+            raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")
+    return Profile(layers, _errors(layers, held_out), dtype, device, sent, _errors(sent, collectives[1]))
+
+
+def _fitted(observations: Iterable[Observation]) -> dict[str, dict[str, Coefficients]]:
     grouped: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
     for observation in observations:
         grouped[observation.kind][observation.part].append(observation)
-    for kind, found in grouped.items():
-        if missing := [part for part in PARTS if part not in found]:
-            raise HetmeshError(f"profile: no measurement of {missing} for a layer of kind {kind!r}")
-    layers = {k: {part: _fit(parts[part]) for part in PARTS} for k, parts in grouped.items()}
-    inside: dict[str, dict[str, list[Observation]]] = defaultdict(lambda: defaultdict(list))
-    for observation in collectives[0]:
-        inside[observation.kind][observation.part].append(observation)
-    sent = {k: {part: _fit(found) for part, found in parts.items()} for k, parts in inside.items()}
-    errors = held_out_error(layers, held_out), held_out_error(sent, collectives[1])
-    return Profile(layers, errors[0], dtype, device, sent, errors[1])
+    return {kind: {part: _fit(found) for part, found in parts.items()} for kind, parts in grouped.items()}
 
 
-def held_out_error(layers: Mapping[str, Mapping[str, Coefficients]], held_out: Iterable[Observation]) -> HeldOut:
+def _errors(layers: Mapping[str, Mapping[str, Coefficients]], held_out: Iterable[Observation]) -> HeldOut:
     """How far `layers` are from observations that they were not fitted to."""
     errors = [
         abs(layers[o.kind][o.part].at(o.rows, o.pairs) / o.seconds - 1)

@@ -12,12 +12,8 @@ from hetmesh.layout.hashing import HashedOnce
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """What the optimizer of a parameter makes of it.
-
-    Attributes:
-        copies: tensors of the parameter's size that it keeps.
-        whole: whether its step needs the whole parameter, which ranks that hold shards of it gather.
-    """
+    """How many tensors of a parameter's size its optimizer keeps, and whether its step needs the whole parameter, which
+    ranks that hold shards of it gather."""
 
     copies: int
     whole: bool
@@ -202,11 +198,6 @@ class ModuleShape(HashedOnce):
         be used before any."""
         trained = {layer.name for layer in self.layers if layer.trainable}
         return frozenset() if "" in trained else frozenset(layer.name for layer in self.layers) - trained - {""}
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether it has stacks of experts whose products are counted."""
-        return any(weight.expert for weight in self.weights)
 
     @cached_property
     def uncounted(self) -> tuple[str, ...]:

@@ -94,11 +94,6 @@ def partition(
     return tuple(counts)
 
 
-def stage_costs(costs: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
-    """The cost of each stage of a cut."""
-    return tuple(float(sum(run)) for run in runs(costs, counts))
-
-
 def runs(items: Sequence, counts: Sequence[int]) -> Iterator[tuple]:
     """`items` cut into runs of `counts`."""
     start = 0

@@ -80,11 +80,8 @@ def static_memory(
 
 @dataclass(frozen=True)
 class _Split:
-    """Sizes of the axes along which ranks hold different parts.
-
-    Attributes:
-        dense: whether FSDP shards over `dp_shard` and `ep` together what are no experts.
-    """
+    """Sizes of the axes along which ranks hold different parts, and whether FSDP shards what are no experts (`dense`)
+    over `dp_shard` and `ep` together."""
 
     pp: int
     tp: int
@@ -108,11 +105,8 @@ def _cells(
     copies: int,
     firsts: bool = False,
 ) -> tuple[StaticMemory, ...]:
-    """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates.
-
-    Args:
-        firsts: only of the first ranks along all but `pp`, which hold the largest parts of everything.
-    """
+    """What ranks hold by their coordinate along `pp`, `tp`, `dp_shard` and `ep`: all else replicates; `firsts`: only of
+    the first ranks along all but `pp`, which hold the largest parts of everything."""
     cells: list[StaticMemory] = []
     for place in range(split.pp):
         elements, trainable, state, largest, update = np.zeros((5, split.tp, split.shards, split.ep), np.int64)

@@ -57,12 +57,8 @@ the sum that ends it, `COLLECTIVE` and `EXCHANGE`."""
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """The parts of a stage and microbatch: they add up to the seconds of its `StageCost`.
-
-    Attributes:
-        forward: of the forward.
-        backward_input, backward_weight: of both parts of the backward; whole, it is one after the other.
-    """
+    """The parts of a stage and microbatch, in its forward and in both parts of its backward (whole, it is one after the
+    other): they add up to the seconds of its `StageCost`."""
 
     forward: Parts
     backward_input: Parts = ()
@@ -96,12 +92,8 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """What travels along one route, rows or (reversed) their gradients.
-
-    Attributes:
-        seconds: from the first byte sent to the last one in place.
-        bytes: received by the rank that receives most.
-    """
+    """What travels along one route, rows or (reversed) their gradients: seconds from the first byte sent to the last
+    one in place, and the bytes of the rank that receives most."""
 
     seconds: float = 0.0
     bytes: int = 0

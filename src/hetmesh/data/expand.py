@@ -34,12 +34,8 @@ ModuleRows = Mapping[str, tuple[str | None, RowCount]]
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """An expanded sample and what was cut off it.
-
-    Attributes:
-        dropped_media: the media items that did not fit, as the source gave them.
-        dropped_tokens: expanded tokens that were cut, placeholders of the dropped media included.
-    """
+    """An expanded sample; the media items that did not fit, as the source gave them; and how many expanded tokens were
+    cut, placeholders of the dropped media included."""
 
     meta: SampleMeta
     dropped_media: tuple[MediaItem, ...] = ()

@@ -25,7 +25,7 @@ class Lengths:
     """How many tokens each sample of a file has.
 
     Attributes:
-        modules: every name that occurs, in the order in which they do.
+        modules: every name that occurs, in that order.
         tokens: int64 `[samples, modules]`; what a line leaves out is 0.
         lines: int64 `[samples]`: where each was read, 1 for the first line.
     """

@@ -31,12 +31,9 @@ Payload = Sample | Unreadable
 
 
 class SplitSources:
-    """The sources of a run by split, each made when it is first used. Pickled, it makes them anew.
-
-    Attributes:
-        reading: held while a source is asked for something; sources need not be safe for several threads, and the next
-            step is planned by another one.
-    """
+    """The sources of a run by split, each made when it is first used. Pickled, it makes them anew. `reading` is held
+    while a source is asked for something: sources need not be safe for several threads, and the next step is planned by
+    another one."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Source]]) -> None:
         self.reading = threading.RLock()

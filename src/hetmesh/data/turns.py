@@ -40,11 +40,8 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
 
     After a mark of one of the kinds `breaks` the chat template begins a new line: the line break that LLaVA's form has
-    there (`<image>\\n`) is that one, and not in the text too.
-
-    Raises:
-        KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in
-            a message without any, or a video, or calls of tools.
+    there (`<image>\\n`) is that one, and not in the text too. Raises KeyError, TypeError, ValueError: it has neither
+    form, or more files than places for them, or a mark in a message without any, or a video, or calls of tools.
     """
     if videos := [key for key in ("video", "videos") if record.get(key)]:
         raise ValueError(

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hetmesh.graph import MetaArrays, expert_axis, experts_fit, experts_mesh
+from hetmesh.balance.co_located import lane_affinity
+from hetmesh.graph import MetaArrays, ModuleSpec, expert_axis, experts_fit, experts_mesh
 from hetmesh.graph.module_graph import CheckpointMode, Reshard
 from hetmesh.planner.layout_plan import AXES, LayoutPlan, ModulePlan
 from hetmesh.planner.problem import ModuleFacts, Problem
@@ -161,16 +162,12 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
     for chosen in sorted(itertools.product(*map(range, map(len, sizes))), key=lambda places: (sum(places), places)):
         counts = [near[i] for near, i in zip(sizes, chosen, strict=True)]
         rest = ranks - sum(counts)
-        if rest > 0 and _usable(problem, sum(counts), rest):
+        layouts = module_plans(problem, own[-1], sum(counts), rest) if rest > 0 else ()
+        if any(problem.global_batch_size % plan.lanes == 0 for plan in layouts):  # over whose lanes a batch divides
             yield (*counts, rest)
             found += 1
             if found == _MAX_RANK_SPLITS:
                 return
-
-
-def _usable(problem: Problem, first: int, ranks: int) -> bool:
-    """Whether there is a layout of the sink over whose lanes a batch divides."""
-    return any(problem.global_batch_size % p.lanes == 0 for p in module_plans(problem, problem.own[-1], first, ranks))
 
 
 def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
@@ -308,18 +305,11 @@ def encoder_pipelines(plan: LayoutPlan, name: str) -> int:
     """Lanes of an encoder on the ranks of one lane of the sink; 0 where one lies on ranks of several of those, or of
     none."""
     own, sink = plan.modules[name], [*plan.modules.values()][-1]
-    if plan.placement != "colocated" or own.ranks != sink.ranks:
-        return 0
-    lane_of = dict(_lane_of_ranks(sink))
-    found = {(lane, lane_of[rank]) for rank, lane in _lane_of_ranks(own)}
     each, rest = divmod(own.lanes, sink.lanes)
-    return each if not rest and len(found) == own.lanes else 0
-
-
-def _lane_of_ranks(plan: ModulePlan) -> Iterator[tuple[int, int]]:
-    places = itertools.product(*map(range, plan.degrees))
-    for rank, (_, replica, shard, _, _) in zip(range(*plan.ranks), places, strict=True):
-        yield rank, replica * plan.degree("dp_shard") + shard
+    if plan.placement != "colocated" or own.ranks != sink.ranks or rest:
+        return 0
+    shared = lane_affinity(ModuleSpec(name, own.mesh), ModuleSpec("sink", sink.mesh))
+    return each if shared is not None and bool(((shared > 0).sum(1) == 1).all()) else 0
 
 
 def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:

@@ -39,8 +39,7 @@ class Drift:
     """What of a module changes along the run.
 
     Attributes:
-        module: its name.
-        measure: `SHARE` or `PER_SAMPLE`.
+        module, measure: its name, and `SHARE` or `PER_SAMPLE`.
         place: from where to where in the run, 0 to 1, it is farthest from the rest.
         here, elsewhere: the share of all FLOPs, or FLOPs per sample, there and in the rest of the run.
     """
@@ -59,8 +58,7 @@ class MacroBatch:
     Attributes:
         samples: how many divide the ranks as any other draw of that size does; 0 where nothing is certified.
         split: ranks of each module with a mesh of its own; of the largest batch looked at where nothing is certified.
-        agreed: how many random batches of that size agreed.
-        drawn: samples that were looked at.
+        agreed, drawn: how many random batches of that size agreed, and samples that were looked at.
         drifts: what drifted.
         splits: how many different ways the batches of the largest size looked at parted the ranks.
     """

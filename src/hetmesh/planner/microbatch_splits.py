@@ -18,15 +18,13 @@ def splits(microbatches: int, pipelines: int) -> Iterator[Split]:
 
 
 def best_split(microbatches: int, pipelines: int, seconds: Callable[[Split], float], most: int) -> Split | None:
-    """The split of which a step is shortest; of equal ones the first. As in Optimus, they are enumerated where they are
-    few; of many, single microbatches of an even one are moved to other pipelines for as long as that helps.
+    """The split of which a step is shortest, of equal ones the first; None: none can be. As in Optimus, they are
+    enumerated where they are few; of many, single microbatches of an even one are moved to other pipelines for as long
+    as that helps.
 
     Args:
         seconds: of a step; infinity: it cannot be.
         most: splits whose seconds are asked for.
-
-    Returns:
-        None: none can be.
     """
     known: dict[Split, float] = {}
 

@@ -14,7 +14,6 @@ from hetmesh.balance import largest_batches, plan_batch
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.co_located import lane_ranks
 from hetmesh.balance.run_balancer import assign
-from hetmesh.balance.step_lengths import Score
 from hetmesh.cost import StepCosts, Work, module_flops
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
@@ -38,12 +37,9 @@ from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 
 def some_lanes(graph: ModuleGraph, least: int = 1) -> tuple[ModuleGraph, float]:
-    """The first lanes of every module of `graph`, so many that they exchange rows with each other alone where all
-    lanes get equally much: of the sink at least `least`, of the others in proportion. Ranks keep their numbers.
-
-    Returns:
-        The smaller graph, and the share of the sink's lanes that is in it.
-    """
+    """The graph of the first lanes of every module of `graph`, so many that they exchange rows with each other alone
+    where all lanes get equally much: of the sink at least `least`, of the others in proportion; and the share of the
+    sink's lanes that is in it. Ranks keep their numbers."""
     total = graph.sink.num_lanes
     step = math.lcm(*(total // math.gcd(total, graph[name].num_lanes) for name in graph.order))
     for count in range(step, total, step):
@@ -159,30 +155,25 @@ class Predictor:
 
     def timelines(self, plan: LayoutPlan) -> list[Timeline]:
         """The simulated step of each sampled batch, with as many lanes as stand for all."""
-        return [simulate(schedule, costs) for schedule, costs in self.steps(plan)]
+        return [simulate(schedule, costs) for _, schedule, costs in self.steps(plan)]
 
-    def _assign(self, loads: BatchLoads, slots: Slots, policy: str, *, score: Score | None = None) -> Assignment:
+    def _assign(self, loads: BatchLoads, slots: Slots, policy: str) -> Assignment:
         """`assign`, once per batch, lanes and numbers of microbatches."""
-        if score is not None:
-            return assign(loads, slots, policy, score=score)
         key = loads.digest, slots.digest, policy
         if key not in self.assignments:
             self.assignments[key] = assign(loads, slots, policy)
         return self.assignments[key]
-
-    def steps(self, plan: LayoutPlan) -> Iterator[tuple[Schedule, StepCosts]]:
-        """What is simulated: the schedule of each sampled batch, and what it costs."""
-        return ((schedule, costs) for _, schedule, costs in self._steps(plan))
 
     def memory(self, plan: LayoutPlan) -> dict[int, RankMemory]:
         """What each rank that is simulated holds at most in the steps of all sampled batches."""
         problem = self.problem
         counts = problem.communicators(laid_out(problem, plan)) if problem.communicators else {}
         return largest_memory(
-            rank_memory(model, schedule, costs, counts) for model, schedule, costs in self._steps(plan)
+            rank_memory(model, schedule, costs, counts) for model, schedule, costs in self.steps(plan)
         )
 
-    def _steps(self, plan: LayoutPlan) -> Iterator[tuple[StepModel, Schedule, StepCosts]]:
+    def steps(self, plan: LayoutPlan) -> Iterator[tuple[StepModel, Schedule, StepCosts]]:
+        """What is simulated: the model, the schedule of each sampled batch, and what it costs."""
         problem = self.problem
         whole = laid_out(problem, plan)
         graph, share = some_lanes(whole, self.lanes)
@@ -198,11 +189,6 @@ class Predictor:
                 options = replace(plan.options, validated=False)
                 schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, options)
             yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
-
-
-def timeline(problem: Problem, plan: LayoutPlan) -> Timeline:
-    """The simulated step of the first sampled batch, with as many lanes as a search decides by: for a picture."""
-    return Predictor(problem, lanes=MIN_LANES).timelines(plan)[0]
 
 
 def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:

@@ -52,9 +52,7 @@ class Found:
 
     Attributes:
         best: of each placement, the fastest first; what does not fit into memory is not in here.
-        considered: candidates.
-        simulated: of them, those that were.
-        too_large: of them, those that do not fit.
+        considered, simulated, too_large: how many candidates there were, were simulated, and of these do not fit.
         refused: why others cannot run, and how many.
         least_bytes: of the rank that holds most, where that is least of all that were simulated; None: none was.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.planner import Found, LayoutPlan, MacroBatch, Prediction, Problem, plan_fit
@@ -26,20 +26,23 @@ CLOSE = 0.1
 points off the published ones (`bench.py planner`)."""
 
 
-def plan_text(
-    problem: Problem,
-    found: Found,
-    seconds: float,
-    macro: MacroBatch | None = None,
-    batches: int = BATCHES,
-    steps: range | None = None,
-    phases: Sequence[PhasePlan] = (),
-) -> str:
-    """Tables for people, lines of at most about 120 characters; `macro` is what is certified of how ranks are parted
-    (None: there is nothing to part), `batches` the number of sampled batches whose mean decided, `steps` those whose
-    data were looked at, `phases` what is planned for each phase of the data."""
-    lines = [*_lines(problem, found, seconds, macro, batches, steps), *_phase_lines(problem, phases)]
-    return "\n".join(line.rstrip() for line in lines)
+class PlanReport(NamedTuple):
+    """What `hetmesh plan` says: what was searched and found, in how many seconds; what is certified of how ranks are
+    parted (None: there is nothing to part); the number of sampled batches whose mean decided; the steps whose data were
+    looked at; and what is planned for each phase of the data."""
+
+    problem: Problem
+    found: Found
+    seconds: float
+    macro: MacroBatch | None = None
+    batches: int = BATCHES
+    steps: range | None = None
+    phases: Sequence[PhasePlan] = ()
+
+
+def plan_text(planned: PlanReport) -> str:
+    """Tables for people, lines of at most about 120 characters."""
+    return "\n".join(line.rstrip() for line in (*_lines(planned), *_phase_lines(planned.problem, planned.phases)))
 
 
 def macro_batch_lines(macro: MacroBatch, modules: Sequence[str], steps: range | None = None) -> Iterator[str]:
@@ -92,9 +95,8 @@ def _phase_lines(problem: Problem, phases: Sequence[PhasePlan]) -> Iterator[str]
             yield f"   stay with the layout before: a change would save {saved:.1%}, which is below {MIN_GAIN:.0%}"
 
 
-def _lines(
-    problem: Problem, found: Found, seconds: float, macro: MacroBatch | None, batches: int, steps: range | None
-) -> Iterator[str]:
+def _lines(planned: PlanReport) -> Iterator[str]:
+    problem, found, seconds, macro, batches, steps, _ = planned
     limit = f", at most {amount(problem.limit)}B on a rank" if problem.limit else ""
     ranks = f"{counted(problem.ranks, 'rank')} of {problem.machine.name}"
     yield f"{ranks}, {problem.global_batch_size} samples per step{limit}"
@@ -212,16 +214,9 @@ def _refused(found: Found) -> Iterator[str]:
         yield f"not possible ({count} layouts): {reason}"
 
 
-def plan_json(
-    problem: Problem,
-    found: Found,
-    seconds: float,
-    macro: MacroBatch | None = None,
-    batches: int = BATCHES,
-    steps: range | None = None,
-    phases: Sequence[PhasePlan] = (),
-) -> dict[str, Any]:
+def plan_json(planned: PlanReport) -> dict[str, Any]:
     """The same as plain values; steps count from 1."""
+    problem, found, seconds, macro, batches, steps, phases = planned
     asked = {"machine": problem.machine.name, "ranks": problem.ranks, "global_batch_size": problem.global_batch_size}
     counts = {key: getattr(found, key) for key in ("considered", "simulated", "too_large", "least_bytes")}
     return {

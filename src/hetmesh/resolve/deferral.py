@@ -32,13 +32,8 @@ MIN_GAIN = 0.01
 
 @dataclass(frozen=True)
 class DeferralChoice:
-    """Whether the LLM may take samples one microbatch late.
-
-    Attributes:
-        on: whether it may.
-        reason: in words.
-        saved: part of the simulated steps that it saves; None: not compared.
-    """
+    """Whether the LLM may take samples one microbatch late, why, and the part of simulated steps that this saves (None:
+    not compared)."""
 
     on: bool
     reason: str

@@ -48,8 +48,7 @@ class Starter:
 
     Attributes:
         tables: the recipe, as TOML has it.
-        samples: in the data.
-        looked_at: those that say how samples are.
+        samples, looked_at: in the data, and those that say how samples are.
         longest: tokens of the longest of them, media expanded.
         without_target: how many of them add nothing to the loss.
         problem, found: the search for its layout.
@@ -91,7 +90,8 @@ def starter(
     resolved, metas = _measured(tables, overrides)
     samples = len(resolved.source)
     longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum())
-    tables["training"]["seq_len"] = min(_up_to(longest, 16), positions_of(directory) or LONGEST)
+    power_of_two = max(1 << max(longest - 1, 0).bit_length(), 16)
+    tables["training"]["seq_len"] = min(power_of_two, positions_of(directory) or LONGEST)
     if ranks is None and machine is None:
         ranks = max(torch.cuda.device_count(), 1)
     tried: list[int] = []
@@ -224,8 +224,3 @@ def _least_ranks(resolved: ResolvedRecipe, machine: Machine) -> int:
 def _powers(least: int) -> tuple[int, ...]:
     first = 1 << max(least - 1, 0).bit_length()
     return tuple(first << i for i in range(4) if first << i <= MAX_RANKS) or (first,)
-
-
-def _up_to(value: int, least: int) -> int:
-    """The next power of two."""
-    return max(1 << max(value - 1, 0).bit_length(), least)

@@ -139,7 +139,7 @@ def notes_on_experts(shapes: Shapes) -> tuple[str, ...]:
     """What is assumed of the experts of modules, and what of them is not counted."""
     notes = []
     for name, shape in shapes.items():
-        if shape is not None and shape.has_experts:
+        if shape is not None and any(weight.expert for weight in shape.weights):  # whose products are counted
             notes.append(f"experts of {name}: their routing, which depends on weights, is taken to be even")
         if shape is not None and shape.uncounted:
             notes.append(

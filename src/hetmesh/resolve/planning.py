@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from hetmesh.boundary.process_groups import job_communicators
-from hetmesh.cost import Profile
 from hetmesh.cost.expert_costs import ExpertSizes
 from hetmesh.errors import RecipeError, UsageError
 from hetmesh.graph import LANE_AXES, ModuleGraph
@@ -62,7 +61,6 @@ def recipe_problem(
         UsageError: a key of `fixed` that there is not, or a value that is not valid.
     """
     recipe, adapters = resolved.recipe, resolved.adapters
-    fitted = profile or recipe.profiling.profile
     _check_packing(recipe, adapters)
     plain = replace(resolved, graph=_without_layout(recipe, resolved.graph))
     graph, model, loader = plain.graph, plain.step_model(machine, profile), resolved.loader()
@@ -81,7 +79,7 @@ def recipe_problem(
         replace(plain.balance, lengths=None),  # those of the recipe's own layout
         _fixed(fixed or {}, facts),
         memory_bytes,
-        Profile.load(fitted) if fitted else None,
+        model.profile,
         communicators=lambda graph: job_communicators(graph, 1 + max(graph.ranks), lambda spec: facts[spec.name].shape),
     )
 
@@ -222,20 +220,9 @@ def plan_keys(recipe: Recipe, problem: Problem, plan: LayoutPlan) -> dict[tuple[
     return keys
 
 
-_PLANNED = {
-    "ranks",
-    *DEGREE_OF_AXIS.values(),
-    EXPERT_DEGREE,
-    "fsdp_reshard_after_forward",
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_microbatch_size",
-    "module_fqns_per_model_part",
-    PER_STAGE,
-    "enable_sequence_parallel",
-    "three_phase_window",
-    "interleaved_early_warmup",
-    "bubble_fill_schedule",
-}
+_PLANNED = {"ranks", *DEGREE_OF_AXIS.values(), EXPERT_DEGREE, "fsdp_reshard_after_forward", "enable_sequence_parallel"}
+_PLANNED |= {PER_STAGE, "module_fqns_per_model_part", "pipeline_parallel_microbatch_size"}
+_PLANNED |= {"pipeline_parallel_schedule", "three_phase_window", "interleaved_early_warmup", "bubble_fill_schedule"}
 
 
 def not_kept(recipe: Recipe) -> list[str]:

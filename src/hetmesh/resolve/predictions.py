@@ -49,10 +49,7 @@ def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:
 
     The largest batch: of up to `MAX_SAMPLES` samples, from all of the run, those that give a module most rows, or the
     LLM most targets, together in one batch; of the batches by each measure the worst for each rank
-    (`hetmesh.balance.largest_batches`).
-
-    Raises:
-        RecipeError, SampleError: a balancer or a sample refuses the batch.
+    (`hetmesh.balance.largest_batches`). Raises RecipeError, SampleError: a balancer or a sample refuses the batch.
     """
     loader, size = resolved.loader(), resolved.recipe.batch.global_batch_size
     steps = resolved.recipe.training.steps

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import numpy as np
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders, led_modules
-from hetmesh.cost import Profile, Work, load_machine
+from hetmesh.cost import Profile, load_machine
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
@@ -41,8 +41,7 @@ from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
 from hetmesh.resolve.schedules import StepSchedules, check_schedule, schedule_options
-from hetmesh.resolve.splits import TYPICAL, Typical, module_splits
-from hetmesh.resolve.typical_work import typical_work
+from hetmesh.resolve.splits import Typical, module_splits, typical_work
 from hetmesh.simulate import StepModel
 from hetmesh.simulate.replay import StepReplay
 
@@ -57,6 +56,7 @@ class ResolvedRecipe:
         source: of the training samples.
         adapters: by module.
         shapes: sizes of each module; None of one that cannot be built on the meta device.
+        typical: what a microbatch gives the modules.
         notes: what of users' modules could not be compared or tried, and why, a sentence each.
     """
 
@@ -65,6 +65,7 @@ class ResolvedRecipe:
     adapters: dict[str, Adapter]
     graph: ModuleGraph
     shapes: Shapes
+    typical: Typical = field(default_factory=Typical)
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -102,11 +103,7 @@ class ResolvedRecipe:
 
     @cached_property
     def order(self) -> SampleOrder:
-        """Of the training samples.
-
-        Raises:
-            SampleError: with a curriculum, the metadata of a sample cannot be read.
-        """
+        """Of the training samples. Raises SampleError: with a curriculum, the metadata of a sample cannot be read."""
         keys, seed, size = self.recipe.data, self.recipe.debug.seed, self.recipe.batch.global_batch_size
         if keys.phases:
             assert isinstance(self.source, MixtureSource)
@@ -130,7 +127,7 @@ class ResolvedRecipe:
         model = agreed_step_model(self.recipe, graph, shapes) if self.recipe.profiling.profile else None
         if model is not None:
             try:
-                return {name: model.sample_costs(name, self.typical.get(name, TYPICAL)) for name in graph.order}
+                return {name: model.sample_costs(name, self.typical.of(name)) for name in graph.order}
             except HetmeshError as error:
                 hint = "measure this recipe with `hetmesh profile`, or leave the key out"
                 raise RecipeError(f"profiling.profile: {error}; {hint}") from error
@@ -138,11 +135,6 @@ class ResolvedRecipe:
             name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
             for name in graph.order
         }
-
-    @cached_property
-    def typical(self) -> dict[str, Work]:
-        """`typical_work` of the recipe."""
-        return typical_work(self.recipe, self.adapters, self.source)
 
     @cached_property
     def balance(self) -> BalanceOptions:
@@ -162,7 +154,7 @@ class ResolvedRecipe:
             return None
         model = agreed_step_model(self.recipe, self.graph, self.shapes)
         cut = [name for name in self.graph.order if self.graph[name].num_stages > 1] if model is not None else []
-        shares = tuple((name, model.stage_shares(name, self.typical.get(name, TYPICAL))) for name in cut if model)
+        shares = tuple((name, model.stage_shares(name, self.typical.of(name))) for name in cut if model)
         return StepReplay(self.graph, self.recipe.schedule, schedule_options(self.recipe), shares)
 
     @cached_property
@@ -244,7 +236,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     refusals.finish()
     assert adapters is not None
     assert graph is not None
-    resolved = ResolvedRecipe(recipe, source, adapters, graph, shapes, tuple(notes))
+    resolved = ResolvedRecipe(recipe, source, adapters, graph, shapes, typical, tuple(notes))
     if typical.profile is not None and recipe.balance.policy != "none":
         resolved.costs  # noqa: B018 - whether it is of these modules is said now
     return resolved

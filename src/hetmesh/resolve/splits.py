@@ -8,8 +8,14 @@ from dataclasses import dataclass
 
 from hetmesh.cost import ModuleShape, Profile, Rates, Work, module_times
 from hetmesh.cost.stage_cuts import default_splits
+from hetmesh.cost.work import samples_work
+from hetmesh.data.expand import Expander
+from hetmesh.data.loader import Loader
+from hetmesh.data.source import Source
 from hetmesh.errors import HetmeshError, RecipeError
-from hetmesh.graph import Activation
+from hetmesh.graph import Activation, ModuleGraph, ModuleSpec
+from hetmesh.layout import MeshSpec
+from hetmesh.models import module_rows, placeholder_rows
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.recipe.module_options import layout_table, module_options
@@ -22,13 +28,8 @@ Runs = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Splits:
-    """The stages of a module, as `ModuleSpec` has them; by default it has one.
-
-    Attributes:
-        runs: layers of each stage.
-        activation: what passes between them.
-        frozen_layers: its layers without a trainable parameter, where others have one.
-    """
+    """The stages of a module, as `ModuleSpec` has them (by default one): layers of each, what passes between them, and
+    the layers without a trainable parameter, where others have one."""
 
     runs: Runs = ()
     activation: Activation | None = None
@@ -37,12 +38,8 @@ class Splits:
 
 @dataclass(frozen=True)
 class Typical:
-    """By what modules are cut.
-
-    Attributes:
-        work: of a typical microbatch, per module; empty: not known.
-        profile: measured seconds of layers; None: FLOPs stand for them.
-    """
+    """By what modules are cut: the work of a typical microbatch, per module (empty: not known), and measured seconds of
+    layers, for which FLOPs stand without a profile."""
 
     work: Callable[[], Mapping[str, Work]] = dict
     profile: Profile | None = None
@@ -60,6 +57,32 @@ class Typical:
         except HetmeshError as error:
             hint = "measure this recipe with `hetmesh profile`, or leave the key out"
             raise RecipeError(f"profiling.profile: {error}; {hint}") from error
+
+
+MAX_TYPICAL_SAMPLES = 256
+"""Samples, evenly from all of the source, whose mean is typical."""
+
+
+def typical_work(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source) -> dict[str, Work]:
+    """Per module what a microbatch of mean samples gives one of its lanes, at least one row. Samples that cannot be
+    read, or do not suit the modules, are left out; it is empty where all are."""
+    plain, wiring = MeshSpec.make([0], dp_replicate=1), recipe.wiring
+    modules = [ModuleSpec(name, plain, adapters[name].layers(), wiring.media[name]) for name in recipe.modules]
+    graph = ModuleGraph(tuple(modules), wiring.topology.boundaries)
+    rows, length = placeholder_rows(graph, adapters), recipe.training.seq_len
+    expander = Expander(rows, seq_len=length, module_rows=module_rows(graph, adapters))
+    count = min(len(source), MAX_TYPICAL_SAMPLES)
+    chosen = [i * len(source) // count for i in range(count)]
+    drawn = Loader(source, count, expander, skip=True).drawn(chosen)
+    metas = drawn.metas.take([i for i in range(count) if i not in drawn.unreadable])
+    if not len(metas):
+        return {}
+    found = {}
+    for name in graph.order:
+        samples = recipe.batch.microbatch_size * recipe.lanes / wiring.lanes(name)
+        means = samples_work(graph, name, metas).mean(0).tolist()
+        found[name] = Work(*(max(round(mean * samples), 1) for mean in means))
+    return found
 
 
 def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, typical: Typical) -> Splits:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hetmesh.formatting import counted, ranks_text, table, toml
-from hetmesh.layout.mesh import MeshSpec
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.models.weights.load import saved_tensors
@@ -49,15 +48,9 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     lines = [("module", "model", "ranks", "mesh", "parameters")]
     for name, module in recipe.modules.items():
         count = count_parameters(adapters[name])
-        lines.append(
-            (
-                name,
-                module.model,
-                ranks_text(wiring.meshes[name].ranks),
-                _mesh_text(wiring.meshes[name]),
-                "" if count is None else f"{count:,}",
-            )
-        )
+        mesh = wiring.meshes[name]
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
+        lines.append((name, module.model, ranks_text(mesh.ranks), axes, "" if count is None else f"{count:,}"))
     for line in table(lines):
         yield f"  {line}"
     for boundary in recipe.boundaries:
@@ -90,10 +83,6 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     if different := differing_defaults(recipe):
         yield "note: not given, and not torchtitan's default:"
         yield from (f"  {line}" for line in different)
-
-
-def _mesh_text(mesh: MeshSpec) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def expansion(resolved: ResolvedRecipe) -> Iterator[str]:

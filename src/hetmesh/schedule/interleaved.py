@@ -90,12 +90,8 @@ def _sequence(
     early: bool,
     downstream: int,
 ) -> Iterator[Action]:
-    """What pipeline rank `r` of `p` does, in order.
-
-    Args:
-        released: the microbatches in the order of their backwards.
-        downstream: microbatches that modules after this one hold before their first backward.
-    """
+    """What pipeline rank `r` of `p` does, in order, if microbatches have their backwards in the order `released` and
+    modules after this one hold `downstream` of them before their first backward."""
     microbatches = len(released)
     forwards = list(_rounds(chunks, p, microbatches))
     backwards = [

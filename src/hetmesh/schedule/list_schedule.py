@@ -47,11 +47,7 @@ def nominal(stages: StageGraph, routes: Routes, split: frozenset[Stage] = frozen
 
 
 class Group(ABC):
-    """Stages that take turns by one rule. It keeps its progress.
-
-    Attributes:
-        stages: those whose actions it proposes.
-    """
+    """Stages that take turns by one rule, and whose actions it proposes. It keeps its progress."""
 
     stages: tuple[Stage, ...]
 

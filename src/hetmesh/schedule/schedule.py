@@ -65,7 +65,6 @@ class Action:
     """One step of work.
 
     Attributes:
-        kind: what is done.
         target: a stage, or the edge along which rows (or, on a reversed edge, gradients) travel.
         microbatch: which microbatch, of an edge the one of its source; -1 for REDUCE, which comes once per step.
         to: of an edge whose ends have different microbatches, the one of its destination; None otherwise.
@@ -272,9 +271,7 @@ def validate(schedule: Schedule) -> Schedule:
     A total order in which dependencies hold cannot deadlock, whatever the relative speed of ranks: each rank's next
     action waits only for actions that come earlier in the order, and of all unfinished actions the earliest can run.
     Messages between two ranks have the same order on both, because both take part in a SEND at its place in the order.
-
-    Raises:
-        ScheduleError: names the first action that is missing, superfluous, repeated, too early or beyond a cap.
+    Raises ScheduleError: names the first action that is missing, superfluous, repeated, too early or beyond a cap.
     """
     stages, routes, split = schedule.stages, schedule.routes, schedule.split
     wanted = set(required(stages, routes, schedule.training, split))

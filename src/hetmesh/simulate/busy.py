@@ -85,14 +85,8 @@ class _Running:
 
 @dataclass
 class _Waiting:
-    """Things to do, each with what it comes after.
-
-    Attributes:
-        seconds: of each, alone.
-        loads: what each keeps busy; empty: it takes its seconds whatever else runs.
-        after: of each, what comes after it.
-        count: of each, how many others it waits for.
-    """
+    """Things to do: of each its seconds alone, what it keeps busy (nothing: it takes its seconds whatever else runs),
+    what comes after it, and how many others it waits for."""
 
     seconds: list[float] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)

@@ -70,11 +70,9 @@ class MemoryFit:
     """Whether what ranks hold fits a machine.
 
     Attributes:
-        machine: its name.
-        memory_bytes: of one of its devices; 0: unknown.
+        machine, memory_bytes: its name, and the memory of one of its devices; 0: unknown.
         ranks: what each holds at most, on the largest batch.
-        samples: how many were looked at for that batch.
-        drawn: how many the run draws.
+        samples, drawn: how many were looked at for that batch, and how many the run draws.
     """
 
     machine: str
@@ -172,12 +170,8 @@ UPDATE = -1
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that a rank of a track holds at a time.
-
-    Attributes:
-        bytes: of each of `CONTENTS`.
-        at: during which action, by its place in the schedule's order; `UPDATE`.
-    """
+    """The most that a rank of a track holds at a time: bytes of each of `CONTENTS`, and during which action (its place
+    in the schedule's order, or `UPDATE`)."""
 
     bytes: tuple[int, ...]
     at: int

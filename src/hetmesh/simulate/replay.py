@@ -46,17 +46,18 @@ class StepReplay:
                 as long.
             late: bool `[microbatches]`: whether the last module takes some rows one microbatch later, in any step.
         """
+        deferred = () if late is None else tuple(np.flatnonzero(late[:-1]).tolist())
         try:
-            order = _order(self, work.shape[1], () if late is None else tuple(np.flatnonzero(late[:-1]).tolist()))
+            stages, program, recomputed = _columns(self, work.shape[1], deferred)
         except ScheduleError:
             return np.full(len(work), np.inf)
         led = led_modules(self.graph)
-        place = [led.index(stage.module) if stage.module in led else -1 for stage in order.stages]
+        place = [led.index(stage.module) if stage.module in led else -1 for stage in stages]
         alike = {spec.name: ((1 / spec.num_stages,) * 2,) * spec.num_stages for spec in self.graph.modules}
         known = alike | dict(self.shares)
-        shares = [known[stage.module][stage.index] for stage in order.stages]
+        shares = [known[stage.module][stage.index] for stage in stages]
         forward = np.moveaxis(np.asarray(work, float), 0, 2)  # [microbatches, modules, steps]
-        program, zero = order.program, np.zeros(len(work))
+        zero = np.zeros(len(work))
         free = [zero] * len(program.tracks)
         arrivals: list[list[np.ndarray]] = [[]] * program.num_routes
         columns = program.kinds, program.targets, program.microbatches, program.routes
@@ -71,7 +72,7 @@ class StepReplay:
                 seconds, (once, back) = forward[m, place[target]], shares[target]
                 if kind != FORWARD:
                     back *= backward[place[target]] * (1.0 if kind == BACKWARD else 0.5)
-                    once = back + once * (order.recomputed[target] and kind in (BACKWARD, BACKWARD_INPUT))
+                    once = back + once * (recomputed[target] and kind in (BACKWARD, BACKWARD_INPUT))
                 for tracks in program.groups[target]:
                     stop = _latest([free[track] for track in tracks], zero) + once * seconds
                     for track in tracks:
@@ -89,18 +90,12 @@ def _latest(times: list[np.ndarray], zero: np.ndarray) -> np.ndarray:
     return out
 
 
-@dataclass(frozen=True)
-class _Order:
-    """The columns of a schedule; per stage whether its backward runs its forward again."""
-
-    stages: tuple[Stage, ...]
-    program: Program
-    recomputed: tuple[bool, ...]
-
-
 @lru_cache(maxsize=64)
-def _order(replay: StepReplay, microbatches: int, late: tuple[int, ...]) -> _Order:
-    """Of a step of so many microbatches in every module, in which some are taken late."""
+def _columns(
+    replay: StepReplay, microbatches: int, late: tuple[int, ...]
+) -> tuple[tuple[Stage, ...], Program, tuple[bool, ...]]:
+    """Of a step of so many microbatches in every module, in which some are taken late: its stages, the columns of its
+    schedule, and per stage whether its backward runs its forward again."""
     graph, stages = replay.graph, stage_graph(replay.graph)
     pairs = [(m, m) for m in range(microbatches)] + [(m, m + 1) for m in late]
     led_by, sink = leaders(graph), graph.sink.name
@@ -109,7 +104,7 @@ def _order(replay: StepReplay, microbatches: int, late: tuple[int, ...]) -> _Ord
     schedule = POLICIES[replay.policy](stages, routes, True, replay.options)
     costs = {(stage, m): StageCost(0.0) for stage in stages.stages for m in range(microbatches)}
     recomputed = tuple(stage in schedule.recompute for stage in stages.stages)
-    return _Order(stages.stages, program(schedule, StepCosts(costs, lanes=Lanes(apart(graph, stages)))), recomputed)
+    return stages.stages, program(schedule, StepCosts(costs, lanes=Lanes(apart(graph, stages)))), recomputed
 
 
 def apart(graph: ModuleGraph, stages: StageGraph) -> dict[Stage, tuple[tuple[int, ...], ...]]:

@@ -27,11 +27,7 @@ _FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS =
 
 @dataclass(frozen=True, eq=False)
 class ModuleCosts:
-    """What the costs of a module's stages follow from.
-
-    Attributes:
-        upstream: whether a module that feeds it needs a gradient.
-    """
+    """What the costs of a module's stages follow from; `upstream`: whether a module that feeds it needs a gradient."""
 
     spec: ModuleSpec
     shape: ModuleShape
@@ -151,8 +147,8 @@ class StageCosts:
         # What makes no gradient of the stage's own input is the part for its parameters.
         own = values[_INPUT] + rest if self.fed else 0.0
         weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
-        # whole gradients of a block are all there when what it kept is gone
-        bytes_back = max(moment_back, self._scattering) + self._gathering
+        # whole gradients of a block, which are summed to shards, are all there when what it kept is gone
+        bytes_back = max(moment_back, self._largest_block * self.options.sum_dtype.itemsize) + self._gathering
         of_parts = (split, moment_input) if self.fed else (0, 0)
         return StageCost(forward, own, weight, ahead, back, kept, moment + self._gathering, bytes_back, *of_parts)
 
@@ -297,11 +293,6 @@ class StageCosts:
         """Bytes of the block that is computed, where it is let go after that, and of the one that comes meanwhile."""
         blocks = 0 if self.options.whole_in_step else 2
         return blocks * self._largest_block * self.options.row_dtype.itemsize
-
-    @cached_property
-    def _scattering(self) -> int:
-        """Bytes of whole gradients of a block that are being summed to shards."""
-        return self._largest_block * self.options.sum_dtype.itemsize
 
     @cached_property
     def _scattered(self) -> int:

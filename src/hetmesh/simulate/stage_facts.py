@@ -14,8 +14,7 @@ class StageFacts:
     Attributes:
         feeding: the cells whose rows a cell reads, once per edge.
         readers: how many forwards, by edge, read the rows of a cell.
-        forwards: per stage, how many there are.
-        fixed: per stage, what it holds whatever the microbatches.
+        forwards, fixed: per stage, how many there are, and what it holds whatever the microbatches.
         forward_bytes, backward_bytes, split_bytes, input_bytes: of cells, see `StageCost`.
         joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
     """

@@ -82,7 +82,8 @@ class StepModel:
         if profile is not None and profile.dtype != dtype:
             sink = graph.sink.name
             raise HetmeshError(f"the profile was measured in {profile.dtype}, and {sink!r} computes in {dtype}")
-        self.graph, self.machine, self.optimizer, self.sample = graph, machine, optimizer, sample
+        self.graph, self.machine, self.profile = graph, machine, profile
+        self.optimizer, self.sample = optimizer, sample
         self.implementation, self.weight_decay = implementation, weight_decay
         known = layers or LayerCosts(machine, profile)
         self._modules = {

@@ -139,7 +139,7 @@ def predicted(problem: Problem, plan: LayoutPlan, row: Row) -> Predicted:
     """One plan, by the predictor that decides in `hetmesh plan`."""
     problem = replace(problem, ranks=row.gpus[plan.placement != "homogeneous"])
     predictor = Predictor(problem, lanes=4)
-    (step,) = predictor.steps(plan)
+    ((_, *step),) = predictor.steps(plan)
     timeline = simulate(*step)
     found = predictor.summary(plan, [timeline])
     seconds = _without_optimizer(timeline) if row.forward_backward else found.step_s

@@ -23,26 +23,25 @@ SMALLER_PEAK_SHARE = 0.9  # a largest microbatch below this share of another's s
 MIN_GAIN = 0.005  # a later candidate must be faster by this; the first ones hold fewer rows or are simpler to read
 
 
-def auto(loads: BatchLoads, slots: Slots, score: Score | None = None) -> Assignment:
+def auto(loads: BatchLoads, slots: Slots) -> Assignment:
     """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`.
 
     Args:
         slots: where the number of microbatches is free, other ones are candidates too; of two that are as fast the one
             with clearly smaller microbatches is taken.
-        score: what a step takes with an assignment; None: `pipeline_score`.
 
     Raises:
         GraphError: no way was found to keep a cap in as many microbatches as asked for.
     """
     bins = balanced(loads, replace(slots, deferral=False))
-    trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), score or pipeline_score(loads, slots))
+    trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), pipeline_score(loads, slots))
     if slots.free:
         for windows, found_bins, found in _in_windows(loads, slots, free_windows(loads, slots, trial.score)):
             smaller = not loads.pads and _largest(loads, found) < SMALLER_PEAK_SHARE * _largest(loads, trial.best)
             if trial.add(found, smaller):
                 slots, bins = with_windows(slots, windows), found_bins
     even = not loads.pads and max(ratio.over_mean for ratio in spread(loads, trial.best).values()) <= EVEN_RATIO
-    if score is not None or not even:
+    if not even:
         for make in _others(loads, slots, bins, trial.best):
             with suppress(GraphError):  # a cap that this one cannot keep
                 trial.add(make())
@@ -59,11 +58,7 @@ def _largest(loads: BatchLoads, found: Assignment) -> float:
 
 
 class _Trial:
-    """Candidates, one after the other.
-
-    Attributes:
-        tried: all so far; their scores are left out while there is but one.
-    """
+    """Candidates, one after the other; all so far are `tried`, without a score while there is but one."""
 
     def __init__(self, first: Assignment, score: Score) -> None:
         self.score, self.best, self.tried = score, first, [first]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
@@ -63,14 +65,10 @@ def buckets(loads: BatchLoads, slots: Slots) -> Assignment:
     order = np.lexsort((loads.work[:, 0], -loads.tokens[:, -1]))
     each = loads.padded_work(np.ones(len(loads), np.int64), loads.tokens[order, -1])
     each = np.maximum(each, 1)
-    low, high = int(each[0]), int(each[0]) * len(each)
-    while low < high:
-        middle = (low + high) // 2
-        if _runs(each, middle, blocks.count) is None:
-            low = middle + 1
-        else:
-            high = middle
-    starts = _runs(each, low, blocks.count)
+    longest = int(each[0])
+    most = range(longest, longest * len(each) + 1)
+    at = bisect.bisect_left(most, True, hi=len(most) - 1, key=lambda m: _runs(each, m, blocks.count) is not None)
+    starts = _runs(each, most[at], blocks.count)
     assert starts is not None
     run = np.searchsorted(starts, np.arange(len(loads)), side="right") - 1
     window, turn = np.divmod(run, blocks.groups)

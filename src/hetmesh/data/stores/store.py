@@ -48,14 +48,8 @@ class Blob(Protocol):
 
 @dataclass(frozen=True)
 class Record:
-    """One sample as it is stored.
-
-    Attributes:
-        name: what it is called, unless it has an `id`.
-        value: the record, as JSON has it.
-        size: stored bytes of it.
-        beside: names of the other members that are stored with it.
-    """
+    """One sample as it is stored: what it is called unless it has an `id`, the record as JSON has it, its stored bytes,
+    and the names of the other members that are stored with it."""
 
     name: str
     value: Any

@@ -116,13 +116,9 @@ def extension(name: str) -> str:
 
 
 def _scan(files: Sequence[Path], key: str) -> dict[str, np.ndarray]:
-    """Where the members of tar shards lie, without reading their content.
-
-    Returns:
-        `members` `[n, 3]`: shard, offset, size. `names`, `name_ends`: their names, end to end.
-        `sample_members` `[samples + 1]`: where the members of each sample begin. `cut`: samples with which a shard ends
-        too early.
-    """
+    """Where the members of tar shards lie, without reading their content. `members` `[n, 3]`: shard, offset, size.
+    `names`, `name_ends`: their names, end to end. `sample_members` `[samples + 1]`: where the members of each sample
+    begin. `cut`: samples with which a shard ends too early."""
     members: list[tuple[int, int, int]] = []
     names: list[bytes] = []
     starts: list[int] = []
