@@ -96,6 +96,13 @@ class Problem:
         """Bytes that a rank may hold; 0: no limit is known."""
         return self.memory_bytes if self.memory_bytes is not None else self.machine.memory_bytes * 9 // 10
 
+    @property
+    def tensor_limit(self) -> int:
+        """Bytes of tensors that a rank may hold beside the fewest communicators that layouts of many ranks have; 0: no
+        limit is known."""
+        few = self.machine.context_bytes + 4 * self.machine.communicator_bytes
+        return max(self.limit - few, 1) if self.limit and self.communicators and self.ranks > 1 else self.limit
+
     def reserved(self, graph: ModuleGraph) -> int:
         """Bytes on the rank with most communicators that are no tensors, under a layout."""
         most = max(self.communicators(graph).values(), default=0) if self.communicators else 0

@@ -137,7 +137,7 @@ class _Search:
         Args:
             groups: how many; 0: candidates are all of one group, and all of them come.
         """
-        limit, most = self.problem.limit, math.inf
+        limit, most = self.problem.tensor_limit, math.inf
         found: dict[tuple, list[tuple[float, int, LayoutPlan]]] = {}
         larger: list[tuple[int, int, LayoutPlan]] = []
         for plan in plans:
@@ -173,7 +173,7 @@ class _Search:
         """Seconds and bytes of a candidate whose modules gather once per step; where that does not fit, of the first of
         its variants that does, or of the smallest."""
         least: tuple[float, int, LayoutPlan] | None = None
-        limit = self.problem.limit
+        limit = self.problem.tensor_limit
         for way in itertools.chain([gathered_once(plan)], variants(self.problem, plan)):
             seconds, size = self.estimator.estimate(way, most)
             if least is None or size < least[1]:

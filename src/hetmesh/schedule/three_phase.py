@@ -51,6 +51,5 @@ def three_phase(
     recomputed = frozenset(others) & stages.backward_stages if training else NO_STAGES
     held = peaks_in_flight(order, stages, routes, training)
     in_flight = caps | {s: max(window, held[s]) for s in others}
-    kept = {"recompute": options.recompute, "offload": options.offload}
-    flags = {name: recomputed for name, wanted in kept.items() if wanted}
-    return schedule_of(order, stages, routes, training, in_flight, **flags)
+    recompute, offload = (recomputed if wanted else NO_STAGES for wanted in (options.recompute, options.offload))
+    return schedule_of(order, stages, routes, training, in_flight, recompute=recompute, offload=offload)
