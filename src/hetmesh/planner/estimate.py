@@ -72,7 +72,7 @@ class Estimator:
                 microbatches = self.problem.global_batch_size // (own.lanes * plan.microbatch_size)
                 seconds = min(seconds, microbatches * module.whole / own.degree("pp"))
                 held = min(held, math.ceil(module.peak(1)))
-                if held <= self.problem.limit:
+                if held <= self.problem.tensor_limit:
                     break
             self._least[key] = seconds, held
         return self._least[key]
@@ -89,7 +89,7 @@ class Estimator:
         flight = min(_in_flight(plan, own, microbatches), microbatches)
         bubble, peak = _bubble(plan, own, sink) + microbatches * _uneven(plan, own, sink), sink.peak(flight)
         seconds = microbatches * sink.slowest + bubble + sink.once
-        if seconds > most or (problem.limit and most < math.inf and peak > problem.limit):
+        if seconds > most or (problem.limit and most < math.inf and peak > problem.tensor_limit):
             return seconds, math.ceil(peak)
         before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes) for each in encoders]
         # The first of stages that take turns holds microbatches until all others have had their backwards.
