@@ -32,6 +32,7 @@ class ModuleEstimate:
         once: seconds of a step that do not depend on microbatches, of the slowest stage.
         kept: bytes of activations of a microbatch, of the rank that keeps most.
         spread: two standard deviations of these, as a share of them.
+        beside: bytes that one forward or backward holds at most beyond that, on that rank.
         held: bytes for the whole run on the rank that holds most, and what FSDP keeps whole during a step.
     """
 
@@ -41,10 +42,12 @@ class ModuleEstimate:
     once: float
     kept: int
     spread: float
+    beside: int
     held: int
 
     def peak(self, microbatches: float) -> float:
-        """Bytes of the rank that holds most with the activations of so many microbatches, which are large ones."""
+        """Bytes of the rank that holds most with the activations of so many microbatches, which are large ones, between
+        actions."""
         return self.held + self.kept * (microbatches + self.spread * math.sqrt(microbatches))
 
 
@@ -71,7 +74,7 @@ class Estimator:
                 module = self._module(name, replace(own, stages_per_rank=1, reshard=way), plan.microbatch_size)
                 microbatches = self.problem.global_batch_size // (own.lanes * plan.microbatch_size)
                 seconds = min(seconds, microbatches * module.whole / own.degree("pp"))
-                held = min(held, math.ceil(module.peak(1)))
+                held = min(held, math.ceil(module.peak(1)) + module.beside)
                 if held <= self.problem.tensor_limit:
                     break
             self._least[key] = seconds, held
@@ -89,8 +92,8 @@ class Estimator:
         flight = min(_in_flight(plan, own, microbatches), microbatches)
         bubble, peak = _bubble(plan, own, sink) + microbatches * _uneven(plan, own, sink), sink.peak(flight)
         seconds = microbatches * sink.slowest + bubble + sink.once
-        if seconds > most or (problem.limit and most < math.inf and peak > problem.tensor_limit):
-            return seconds, math.ceil(peak)
+        if seconds > most or (problem.limit and most < math.inf and peak + sink.beside > problem.tensor_limit):
+            return seconds, math.ceil(peak) + sink.beside
         before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes) for each in encoders]
         # The first of stages that take turns holds microbatches until all others have had their backwards.
         first = own.degree("pp") * (1 if own.stages_per_rank == 1 else 3 if plan.options.early else 2)
@@ -98,10 +101,10 @@ class Estimator:
         if plan.placement == "disjoint":
             slowest = max(sink.slowest, *(module.slowest for module in before))
             bubbles = [module.whole for module in before]
-            peaks = [peak]
+            peaks = [peak + sink.beside]
             for each, module in zip(encoders, before, strict=True):
                 ahead = first + _in_flight(plan, plan.modules[each], microbatches)
-                peaks.append(module.peak(min(ahead, microbatches)))
+                peaks.append(module.peak(min(ahead, microbatches)) + module.beside)
             return microbatches * slowest + bubble + max(bubbles) + once, math.ceil(max(peaks))
         seconds -= sink.once
         for each, module in zip(encoders, before, strict=True):
@@ -119,7 +122,7 @@ class Estimator:
             peak += module.peak(min(ahead, microbatches))
         if plan.schedule != "interleaved":
             once = sink.once + sum(module.once for module in before)
-        return seconds + once, math.ceil(peak)
+        return seconds + once, math.ceil(peak) + max(sink.beside, *(module.beside for module in before), 0)
 
     def _module(self, name: str, plan: ModulePlan, samples: float) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks
@@ -154,14 +157,18 @@ class Estimator:
                 once = stage.reduce + (stage.gather if spec.options.whole_in_step else 0.0)
                 own = stage.stage_bytes
                 whole = own.gathered + own.whole_gradients if own.whole else 0
-                known[alike] = cost.forward + cost.backward, once, cost.activation_bytes, whole
+                most = max(cost.forward_bytes, cost.backward_bytes)
+                known[alike] = cost.forward + cost.backward, once, cost.activation_bytes, whole, most
             stages.append(known[alike])
         pp = plan.degree("pp")
         of_ranks = np.array([np.sum(stages[rank::pp], axis=0) for rank in range(pp)])
-        slowest, once, kept, held = of_ranks.max(0).tolist()
+        slowest, once, kept, held, _ = of_ranks.max(0).tolist()
+        beside = max(stage[-1] for stage in stages[int(of_ranks[:, 2].argmax()) :: pp])
         held += most_held(problem.facts[name].shape, spec, problem.optimizer)
         seconds = [stage[0] for stage in stages]
-        return ModuleEstimate(seconds[0], slowest, sum(seconds), once, math.ceil(kept), spread, round(held))
+        return ModuleEstimate(
+            seconds[0], slowest, sum(seconds), once, math.ceil(kept), spread, round(beside), round(held)
+        )
 
     def _padded(self, samples: float) -> dict[str, int]:
         """Rows and pairs of `samples` samples that are padded to the longest of them, drawn from those of the problem:
