@@ -170,6 +170,15 @@ def test_changes_of_what_is_not_trained_are_no_changes(tmp_path):
     assert described(found) == told  # no table of parallelism is one of defaults
 
 
+def test_keys_that_an_older_version_did_not_save_are_no_changes(tmp_path):
+    old = recipe(tmp_path).model_dump(mode="json", by_alias=True)
+    for table, key in (("data", "order"), ("data", "phases"), ("balance", "split_deferred_backward")):
+        del old[table][key]
+    assert changes(old, recipe(tmp_path)) == {}
+    with pytest.raises(RecipeError, match=r'data\.order = "given": .* is of a run with "shuffled"; restore it'):
+        check_changes(changes(old, recipe(tmp_path, "--data.order", "given")), tmp_path)
+
+
 def test_what_of_a_model_cannot_change():
     """Where the checkpoint fits all the same."""
     boundaries = [{"from": "vision", "to": "llm", "at": "<image>"}, {"from": "audio", "to": "llm", "at": "<audio>"}]

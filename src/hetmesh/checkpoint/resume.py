@@ -20,6 +20,7 @@ from hetmesh.files import from_json
 from hetmesh.formatting import listed
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.section import freeze
 from hetmesh.recipe.sections import Module, ModuleParallelism
 from hetmesh.resolve.directories import References
 
@@ -140,6 +141,8 @@ def changes(saved: Mapping[str, Any] | None, recipe: Recipe) -> Changes:
     """The keys in which `recipe` differs from the one that was saved; empty if none was."""
     if saved is None:
         return {}
+    with contextlib.suppress(ValueError):  # keys that an older version did not know have their defaults
+        saved = Recipe.model_validate(freeze(saved)).model_dump(mode="json", by_alias=True)
     return _differing(*(_with_tables(table) for table in (saved, recipe.model_dump(mode="json", by_alias=True))))
 
 
