@@ -188,6 +188,21 @@ def test_a_curriculum_takes_samples_by_rising_length(order):
         resolve(parse_recipe(text.replace(order, "shuffled"))).loader().load_state_dict(loader.state_dict())
 
 
+def test_a_curriculum_goes_on_with_another_seq_len_only_where_the_same_samples_have_come():
+    """What is cut to one length is in the source's order, so a longer seq_len changes which samples come late."""
+    text = RECIPE[: RECIPE.index("[[data")] + '[data]\norder = "tokens"\nsource = "synthetic"\n'
+    text += "options = { length = 100, max_images = 0, text_tokens = [4, 40] }"
+    short, long = (resolve(parse_recipe(text, (f"--training.seq_len={n}",))).loader() for n in (20, 30))
+    assert long.order.indices(0, 100) != short.order.indices(0, 100)
+    short.step = 2
+    long.load_state_dict(short.state_dict())
+    rest = [i for step in range(2, 13) for i in long.indices(step)][: 100 - 16]
+    assert sorted(rest + short.order.indices(0, 16)) == list(range(100))
+    short.step = 11
+    with pytest.raises(RecipeError, match=r"'tokens, samples \w+' and are 'tokens, samples \w+' .*training\.seq_len"):
+        long.load_state_dict(short.state_dict())
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -181,7 +181,7 @@ class Loader:
         if (now := self.order.until(place)) != before:
             raise RecipeError(
                 f"{ELSEWHERE}: data.order and data.phases up to there were {before or 'none'!r} and are "
-                f"{now or 'none'!r}; {RESTORE}"
+                f"{now or 'none'!r} (an order by length changes with training.seq_len, too); {RESTORE}"
             )
         self.step = int(state["step"])
         self._since = (self.step, place)

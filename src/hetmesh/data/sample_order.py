@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
@@ -54,7 +55,9 @@ class EpochOrder:
 
     def until(self, place: int) -> str:
         """What the indices before `place` depend on, beside the seed, the source and whether it is shuffled."""
-        return self.name
+        if self._rising is None:
+            return self.name
+        return f"{self.name}, samples {zlib.crc32(self._rising[: place % self.size].tobytes()):08x}"
 
 
 class PhasedOrder:
