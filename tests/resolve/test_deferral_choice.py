@@ -9,9 +9,10 @@ from hetmesh.recipe.recipe import load_recipe
 from hetmesh.records.run_view import read_run
 from hetmesh.report import explain
 from hetmesh.report.page import page_html
+from hetmesh.resolve.deferral import DeferralChoice
 from hetmesh.resolve.predictions import step_memory
 from hetmesh.resolve.recipe_step_model import agreed_step_model
-from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.resolved import check_first_batch, resolve
 from hetmesh.simulate import simulate
 
 RECIPE = """
@@ -151,6 +152,15 @@ def test_explain_says_it_and_what_the_encoder_holds(given, capsys, tmp_path):
     whole, split = rows["balance.deferral=true"], rows["balance.split_deferred_backward=true"]
     assert whole.microbatches == 1 + rows["balance.deferral=false"].microbatches
     assert split.rows < whole.rows  # what is not deferred goes a microbatch sooner
+
+
+def test_what_a_checkpoint_says_holds_after_the_check_of_caps_too(given):
+    """`hetmesh train` in one process, or under torchrun, has balanced a batch by then."""
+    resolved = given("--balance.max_tokens.llm=100000")
+    check_first_batch(resolved)
+    assert resolved.balance.deferral
+    resolved.keep_deferral(DeferralChoice(False, "as it was"))
+    assert not resolved.balance.deferral
 
 
 def trained(rank, recipe):

@@ -166,6 +166,7 @@ class ResolvedRecipe:
     def keep_deferral(self, choice: DeferralChoice) -> None:
         """Defer as a run that goes on has done, whatever would be decided now; before its first batch is balanced."""
         self.__dict__["deferral"] = choice
+        self.__dict__.pop("balance", None)  # `check_first_batch` may have asked for it
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
         """The batch plan of a global batch."""
