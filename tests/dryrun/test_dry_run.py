@@ -101,6 +101,13 @@ def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
 
 
 @pytest.mark.slow
+def test_rows_of_all_to_alls_are_let_go_of_within_the_step(apart):
+    """Those of 32 microbatches would be 1.7 of the predicted peak of the last rank."""
+    runs = apart(grouped, "digits_pipeline", "--parallelism.llm.pipeline_parallel_microbatch_size=2")
+    assert max(group.memory_error for group in runs.groups) < 0.1
+
+
+@pytest.mark.slow
 def test_the_command_prints_text_and_json(apart):
     status, text = apart(printed, ["dryrun", "recipes/digits.toml", "--rank", "2"])
     assert status == 0
