@@ -48,6 +48,7 @@ def test_every_row_is_written_once_and_read_where_it_lies(fsdp, tp):
         for rank in range(fsdp * tp):
             with fake_process_group(fsdp * tp, rank):
                 local, written, read = plans(rows, fsdp, tp, rank)
+                assert len(written) == len(read) == bool(len(local))  # of no rows nothing
                 for chunk, value in written:
                     (start,), (size,) = chunk.offsets, chunk.sizes
                     assert torch.equal(torch.as_tensor(value), rows[start : start + size])

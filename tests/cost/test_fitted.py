@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.cost import Coefficients, LayerShape, LayerTime, Observation, Profile, WeightShape, Work, fit, layer_kind
-from hetmesh.cost.fitted import PARTS, non_negative_least_squares
+from hetmesh.cost.fitted import COLLECTIVES, PARTS, HeldOut, non_negative_least_squares
 from hetmesh.errors import HetmeshError
 
 BLOCK = LayerShape("block", (WeightShape("w", (8, 8), 1, tp_dim=0),), attention_width=8)
@@ -65,6 +65,18 @@ def test_both_parts_of_a_backward_take_what_was_measured_at_any_work():
         time = profile.predict(BLOCK, Work(rows, rows * rows), upstream=True)
         assert time.backward == pytest.approx(TRUE["backward"].at(rows, rows * rows))
         assert time.backward_weight == pytest.approx(3e-6 * rows)
+
+
+def test_collectives_have_a_backward_where_something_before_them_is_trained_and_errors_of_their_own(tmp_path):
+    parts = dict(zip(COLLECTIVES, (Coefficients(1.0, 2.0), Coefficients(3.0, 0.0, 4.0)), strict=True))
+    held_out = {"held_out": HeldOut(0.1, 0.2, 3), "collectives_held_out": HeldOut(0.3, 0.4, 5)}
+    profile = Profile(collectives={"kind": parts}, **held_out)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    work = Work(100, 2000, 10)
+    assert profile.collective_seconds("kind", work, False, upstream=True) == (201.0, 8003.0)
+    assert profile.collective_seconds("kind", work, True, upstream=False) == (21.0, 0.0)
+    assert profile.collective_seconds("other", work, True, upstream=True) is None
 
 
 def test_a_degree_that_was_not_measured_splits_what_grows():

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,12 +13,13 @@ from hetmesh.api import train
 from hetmesh.cli import main
 from hetmesh.data import DigitsSource, Loader, MixtureSource, SyntheticSource, make_source
 from hetmesh.data.recipe_sources import recipe_source
-from hetmesh.data.sample_order import PhasedOrder
+from hetmesh.data.sample_order import EpochOrder, PhasedOrder
 from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records.run_view import read_run
 from hetmesh.resolve.resolved import resolve
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 def synthetic(length, seed=0, **options):
     return SyntheticSource(vocab_size=50, image_token=9, image_shape=(1, 2, 2), length=length, seed=seed, **options)
@@ -115,6 +117,26 @@ def test_phases_draw_their_shares_and_each_source_goes_on_where_it_was(shuffle):
             assert shuffle is (run != sorted(run))
 
 
+def test_neither_decks_nor_sources_of_equal_size_are_in_step():
+    mixture, weights = MixtureSource({"a": synthetic(40), "b": synthetic(40, 1)}), {"a": 1, "b": 1}
+    order = PhasedOrder(mixture, {0: weights, 2: weights}, 1024)
+    drawn = [mixture.place(i) for i in order.indices(0, 3 * 1024)]
+    assert len({tuple(name for name, _ in drawn[first : first + 1024]) for first in (0, 1024, 2048)}) == 3
+    first, second = ([at for name, at in drawn if name == own][:40] for own in weights)
+    assert first != second
+
+
+def test_a_source_of_a_small_weight_is_in_every_deck():
+    mixture = MixtureSource({"a": synthetic(40), "b": synthetic(40, 1)})
+    order = PhasedOrder(mixture, {0: {"a": 10_000, "b": 1}}, 8)
+    assert [mixture.counts(order.indices(k, 1024)) for k in (0, 1024)] == [{"a": 1023, "b": 1}] * 2
+
+
+def test_of_equal_keys_the_order_is_that_of_the_source():
+    order = EpochOrder(6, key=np.array([2, 1, 2, 1, 2, 1]))
+    assert order.indices(0, 12) == [1, 3, 5, 0, 2, 4] * 2
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 5))
 def test_a_phased_order_is_a_function_of_the_place_and_resumes_exactly(step, batch):
@@ -137,6 +159,8 @@ def test_a_position_of_other_phases_is_refused_and_later_phases_may_change():
         phased(phases=begun).load_state_dict(loader.state_dict())
     with pytest.raises(RecipeError, match=r"8 samples a step.* and are .*4 samples a step"):
         phased(batch=4).load_state_dict(loader.state_dict())
+    loader.step = 40  # the next sample is the first of the second phase
+    phased(phases=begun).load_state_dict(loader.state_dict())
     plain = Loader(loader.source, 8, seed=5)
     with pytest.raises(RecipeError, match="and are 'none'"):
         plain.load_state_dict(loader.state_dict())
@@ -201,6 +225,28 @@ def test_a_curriculum_goes_on_with_another_seq_len_only_where_the_same_samples_h
     short.step = 11
     with pytest.raises(RecipeError, match=r"'tokens, samples \w+' and are 'tokens, samples \w+' .*training\.seq_len"):
         long.load_state_dict(short.state_dict())
+
+
+def test_a_curriculum_of_an_encoder_goes_by_the_rows_that_it_computes():
+    options = "{vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], text_tokens = [4, 64], length = 100}"
+    keys = ("--data.source=synthetic", f"--data.options={options}", "--data.order=vision")
+    loader = resolve(load_recipe(RECIPES / "digits.toml", keys)).loader()
+    metas = loader.drawn(loader.order.indices(0, 100)).metas
+    rows, tokens = metas.rows_of("vision").tolist(), metas.tokens.tolist()
+    assert rows == sorted(rows)
+    assert tokens != sorted(tokens)
+
+
+def test_an_order_by_a_module_without_rows_is_refused(tmp_path, capsys):
+    """It would be the source's own, in every epoch."""
+    recipe = (RECIPES / "digits_single.toml").read_text()
+    recipe = re.sub(r"\[validation\]\n[^[]*", "", recipe)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.replace('source = "digits"', 'source = "synthetic"\norder = "vision"'))
+    options = "vocab_size = 64, image_token = 63, image_shape = [1, 8, 8], length = 40"
+    assert main(["check", str(path), f"--data.options={{{options}}}"]) == 0
+    assert main(["check", str(path), f"--data.options={{{options}, max_images = 0}}"]) == 2
+    assert "data.order = 'vision': no sample gives it rows; valid are" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

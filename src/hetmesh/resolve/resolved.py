@@ -21,6 +21,7 @@ from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.sample_order import GIVEN, SHUFFLED, TOKENS, EpochOrder, PhasedOrder, SampleOrder
 from hetmesh.data.source import Source
 from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals, SampleError
+from hetmesh.formatting import listed
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.models import (
     Adapter,
@@ -103,7 +104,12 @@ class ResolvedRecipe:
 
     @cached_property
     def order(self) -> SampleOrder:
-        """Of the training samples. Raises SampleError: with a curriculum, the metadata of a sample cannot be read."""
+        """Of the training samples.
+
+        Raises:
+            SampleError: with a curriculum, the metadata of a sample cannot be read.
+            RecipeError: with a curriculum, no sample has rows of the module.
+        """
         keys, seed, size = self.recipe.data, self.recipe.debug.seed, self.recipe.batch.global_batch_size
         if keys.phases:
             assert isinstance(self.source, MixtureSource)
@@ -117,7 +123,10 @@ class ResolvedRecipe:
             metas.tokens if keys.order in (TOKENS, self.recipe.sink) else metas.rows_of(keys.order)
             for metas in (loader.drawn(run).metas for run in runs)
         ]
-        return EpochOrder(len(self.source), seed, key=np.concatenate(each), name=keys.order)
+        if not (key := np.concatenate(each)).any():
+            valid = listed([SHUFFLED, GIVEN, TOKENS, *self.recipe.modules])
+            raise RecipeError(f"data.order = {keys.order!r}: no sample gives it rows; valid are {valid}")
+        return EpochOrder(len(self.source), seed, key=key, name=keys.order)
 
     @cached_property
     def costs(self) -> dict[str, SampleCosts]:
