@@ -21,6 +21,7 @@ from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
+
 def synthetic(length, seed=0, **options):
     return SyntheticSource(vocab_size=50, image_token=9, image_shape=(1, 2, 2), length=length, seed=seed, **options)
 
