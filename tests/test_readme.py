@@ -101,7 +101,7 @@ def test_the_step_that_is_shown_is_that_of_the_digits_recipe():
     assert (loss, norm) == (f"{of['loss']:.4f}", f"{of['grad_norm']:.3f}")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_plans_that_are_shown_are_what_plan_prints(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     (command,) = re.findall(r"`(hetmesh plan [^`]*)`", README)

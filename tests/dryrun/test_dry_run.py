@@ -100,7 +100,7 @@ def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
     assert edges == {"vision->projector forward", "vision->projector backward"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_of_all_to_alls_are_let_go_of_within_the_step(apart):
     """Those of 32 microbatches would be 1.7 of the predicted peak of the last rank."""
     runs = apart(grouped, "digits_pipeline", "--parallelism.llm.pipeline_parallel_microbatch_size=2")

@@ -64,7 +64,7 @@ def both(rank, given):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(  # the layout of `digits` is that of the page's script, too: `test_readme.py`
-    "name", [pytest.param("digits", marks=pytest.mark.exhaustive), "digits_fsdp", "digits_cp_pp"]
+    "name", ["digits_fsdp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("digits", "digits_cp_pp"))]
 )
 def test_a_loop_of_ones_own_equals_the_recipes_run(pool4, tmp_path, name):
     ranks = pool4.run(both, recipe(name, tmp_path), timeout=120)

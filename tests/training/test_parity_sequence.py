@@ -22,9 +22,8 @@ SHARDED = [
     for name, row in ROWS.items()
     if row["result"] == "passed" and row["abilities"]["token_sharded"] is True and name not in ONE_HEAD
 ]
-OFTEN = ("gemma3", "glm4v_moe")
-"""Windows under a mask of its own; positions of three axes, and experts. (Features after layers:
-test_parity_qwen3vl.py.)"""
+OFTEN = ("gemma3",)
+"""Windows under a mask of its own. (Positions of three axes and features after layers: test_parity_qwen3vl.py.)"""
 
 TABLES = """
 [parallelism.llm]
