@@ -36,7 +36,7 @@ from hetmesh.training.job import Job
 from hetmesh.training.profile import sample_sizes
 
 _MICROBATCHES = 4  # of each size
-_REPETITIONS = 6  # of each batch; the first warms up
+_REPETITIONS = 12  # of each batch; the first warms up
 _PARTS = dict(zip((Kind.FORWARD, Kind.BACKWARD), COLLECTIVES, strict=True))
 
 

@@ -13,6 +13,7 @@ until it is idle again: what the host takes longer than the device is in it.
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from hetmesh.training.environment import choose_attention
 from hetmesh.training.loss import sum_cross_entropy
 
 _LEAST_ROUNDS = 3
-_MOST_ROUNDS = 25
+_MOST_ROUNDS = 100
 _POOL = 4  # global batches from which the shortest and longest samples are taken
 
 
@@ -228,12 +229,13 @@ def _clock(device: torch.device) -> float:
 
 
 def _measure_all(calls: Sequence[_Call], seconds: float) -> None:
-    """Rounds over all calls until the time is over; the first one warms up."""
-    started = time.perf_counter()
+    """Rounds over all calls until the time is over; the first one warms up. Each has an order of its own: what a call
+    finds in the caches depends on the one before it."""
+    started, order = time.perf_counter(), random.Random(0)
     for round_ in range(1 + _MOST_ROUNDS):
         if round_ > _LEAST_ROUNDS and time.perf_counter() - started > seconds * round_ / (round_ + 1):
             break
-        for call in calls:
+        for call in order.sample(calls, len(calls)):
             measured = _measure(call)
             if round_:
                 for part, spent in measured.items():
