@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -74,10 +75,6 @@ class _Call:
     autocast: torch.dtype | None = None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def observations(self) -> Iterator[Observation]:
-        for part, measured in self.seconds.items():
-            yield Observation(self.kind, part, self.rows, self.pairs, statistics.median(measured))
-
 
 def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: str = "cpu") -> Profile:
     """Measure the layers of all modules of a recipe on one device of this machine, for about `seconds`.
@@ -106,7 +103,7 @@ def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: s
                 calls += _calls(resolved, name, loader, shapes, mesh, torch.device(device))
         _measure_all(calls, seconds)
     dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
-    fitted, held_out = ([o for c in calls if c.held_out is flag for o in c.observations()] for flag in (False, True))
+    fitted, held_out = (_observations([call for call in calls if call.held_out is flag]) for flag in (False, True))
     return fit(fitted, held_out, dtype=dtype, device=device)
 
 
@@ -240,6 +237,15 @@ def _measure_all(calls: Sequence[_Call], seconds: float) -> None:
             if round_:
                 for part, spent in measured.items():
                     call.seconds.setdefault(part, []).append(spent)
+
+
+def _observations(calls: Sequence[_Call]) -> list[Observation]:
+    """One for each part of each kind and size: of calls of one size all that was measured."""
+    measured: dict[tuple[str, str, int, int], list[float]] = defaultdict(list)
+    for call in calls:
+        for part, seconds in call.seconds.items():
+            measured[call.kind, part, call.rows, call.pairs] += seconds
+    return [Observation(*key, statistics.median(seconds)) for key, seconds in measured.items()]
 
 
 def _measure(call: _Call) -> dict[str, float]:
