@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import runpy
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,6 +24,11 @@ settings.register_profile(
     "hetmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("hetmesh")
+
+SHIM = Path(__file__).parent / "support" / "torchvision_shim"
+"""For this process, and for workers and commands that tests start."""
+runpy.run_path(str(SHIM / "sitecustomize.py"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SHIM), os.environ.get("PYTHONPATH"))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -112,6 +119,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def saved(name: str) -> Path:
         return folder / name if (folder / name).exists() else tiny_vlms.save(name, folder)
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def processors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`processors(model_type)`: a directory with the processor of that type (`tiny_processors`), made once. Not for
+    changing."""
+    from support import tiny_processors
+
+    folder = tmp_path_factory.mktemp("processors")
+
+    def saved(name: str) -> Path:
+        return folder / name if (folder / name).exists() else tiny_processors.save(name, folder / name)
 
     return saved
 

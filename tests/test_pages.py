@@ -51,9 +51,14 @@ RUN_BY = {
     },
     "src/hetmesh/data/README.md": {
         "[[data.phases]]": ("tests/data/test_data_mixture.py::test_the_phases_that_the_page_shows",),
+        "[data.options]": ("tests/data/test_data_columns.py::test_the_options_that_the_page_shows",),
     },
     "src/hetmesh/models/split/README.md": {
         "[model]": (f"{COMMANDS}::test_the_heart_of_a_recipe_of_a_directory",),
+        "[modules.vision]\nmodel": ("tests/models/test_two_directories.py::test_the_recipe_of_the_page_trains",),
+        "[modules.vision]\nmedia": (
+            "tests/training/test_prepared_media.py::test_images_and_videos_train_as_in_transformers",
+        ),
     },
     "CONTRIBUTING.md": {
         "# src/hetmesh/models/named/mistral.py": ("tests/test_pages.py::test_a_model_is_added",),

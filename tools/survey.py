@@ -4,9 +4,10 @@
     python tools/survey.py llava qwen3_vl        # some model types alone
     python tools/survey.py --json --output tools/results/survey.json
 
-Each is built from its default config made tiny, with random weights, and saved; what hetmesh makes of the directory is
-compared with transformers' own forward (the self-check) and, where that passes, with two steps of training by
-transformers' own forward and backward in fp64. Each runs in a process of its own, with a limit of time.
+Each is built from its default config made tiny, with random weights, and saved with tokenizer and processor; tokens and
+tensors of conversations are compared with the processor's own, what hetmesh makes of the directory with transformers'
+own forward (the self-check) and, where that passes, with three steps of training by transformers' own forward and
+backward in fp64, in one process and with every module on a rank of its own. Each class has a limit of time.
 Exit status 1 where one is silently wrong: passes the self-check, and trains another way.
 """
 
@@ -16,6 +17,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import runpy
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +31,8 @@ from kept import stamp
 JUDGES = (
     "src/hetmesh/models",
     "src/hetmesh/recipe",
-    "src/hetmesh/verify/self_check.py",
+    "src/hetmesh/verify",
+    "src/hetmesh/data/preparation.py",
     "src/hetmesh/training/part_checks.py",
     "tests/support/whole_reference.py",
     "tools/surveying",
@@ -36,8 +40,11 @@ JUDGES = (
 """What an output of it judges (`kept.py`)."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks are forked
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # for `support`, which hetmesh's own tests share
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.append(str(TESTS))  # for `support`, which hetmesh's own tests share
+runpy.run_path(str(TESTS / "support/torchvision_shim/sitecustomize.py"))
 RESULTS = ("passed", "refused", "refused_by_self_check", "failed", "silently_wrong", "not_buildable")
 
 
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON object to FILE")
     parser.add_argument("--processes", type=int, default=2, help="processes at once (2)")
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one class (180)")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one class (400)")
     args = parser.parse_args(argv)
     of = stamp(JUDGES)
     result = run(args.names, args.processes, args.timeout) | {"kept": of}
@@ -91,8 +98,13 @@ def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
 
 def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> Mapping[str, dict[str, Any]]:
     """Row by model type; every class in a process that is forked from this one, so that imports are paid once."""
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2_vl.processing_qwen2_vl
+    import transformers.models.siglip.modeling_siglip
+    import transformers.processing_utils
+    import transformers.video_utils  # noqa: F401
+
     import support.whole_reference  # noqa: F401
-    import surveying.one_class  # noqa: F401
 
     context = multiprocessing.get_context("fork")
     rows: dict[str, dict[str, Any]] = {}
@@ -102,7 +114,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
         while waiting and len(running) < processes:
             name, cls = waiting.pop(0)
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_survey, args=(theirs, name, cls), daemon=True)
+            process = context.Process(target=_survey, args=(theirs, name, cls))
             process.start()
             theirs.close()
             running[ours] = (name, cls, process, time.monotonic())
@@ -116,7 +128,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
                     row["result"] = "failed"
                     row["reason"] = "the process died"
             elif time.monotonic() - began > timeout:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
                 row["result"] = "failed"
                 row["reason"] = f"took more than {timeout:g} seconds"
             else:
@@ -129,6 +141,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
 
 
 def _survey(end: Any, name: str, cls: str) -> None:
+    os.setsid()
     import torch
     import transformers
 

@@ -18,7 +18,7 @@ from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.job import Job
-from hetmesh.training.loss import CustomLoss
+from hetmesh.training.loss import CustomLoss, check_values
 from hetmesh.training.stopping import OnStep
 from hetmesh.training.trainer import train_in
 from hetmesh.verify.self_check_process import compare_in_process, needs_self_check
@@ -96,6 +96,7 @@ def open_job(recipe: Recipe, *, loss: CustomLoss | None = None, self_check: bool
             _compare_once(recipe, world)
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe.debug.deterministic, world.device)
+        check_values(payloads.sources[TRAIN], loss)
         job = Job.assemble(resolve(recipe, payloads.sources[TRAIN]), world, payloads, loss)
         try:
             yield job

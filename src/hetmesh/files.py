@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,6 +130,15 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise ValueError(f"it is nested more than {MAX_LEVELS} levels deep")
+
+
+def hub_hint(path: str, kind: str = "model") -> str:
+    """How to get what `path` names, the end of an error, where it may be a repository of that kind on Hugging Face's
+    hub; else empty."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path) or Path(path).exists() or Path(path).suffix[1:].isalpha():
+        return ""
+    more = "" if kind == "model" else f" --repo-type {kind}"
+    return f": hf download {path}{more} --local-dir {path.rpartition('/')[2]}"
 
 
 def place_in(folders: Sequence[Path], name: str) -> Path:

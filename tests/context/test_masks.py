@@ -5,14 +5,17 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from random_masks import random_mask
 
 from hetmesh.context.key_tiles import block_edges, full_tiles, needed_keys, tile_counts, tile_intervals
-from hetmesh.context.masks import causal, of_sample, text_with_instances
+from hetmesh.context.masks import MASKS, causal, of_sample, text_with_instances
 from hetmesh.context.rule import TEXT, Rule, Sees
 from hetmesh.context.segments import Mask, Segment, join, visible
 from hetmesh.errors import LayoutError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.testing.dense_masks import sees
 from support.dense_oracle import dense
 from support.mask_families import blockwise_causal, families, padded, prefix
 
@@ -30,7 +33,7 @@ def picture(mask):
         (text_with_instances(5, IMAGE), ["x....", "xx...", "..xx.", "..xx.", "xxxxx"]),
         (text_with_instances(5, IMAGE, instances_see=Sees.TEXT), ["x....", "xx...", "xxxx.", "xxxx.", "xxxxx"]),
         (text_with_instances(4, [(0, 1), (2, 3)]), ["x...", "xx..", "..x.", "xxxx"]),
-        (text_with_instances(4, [(0, 1), (2, 3)], shared=True), ["x.x.", "xx..", "x.x.", "xxxx"]),
+        (text_with_instances(4, [(0, 1), (2, 3)], numbers=[1, 1]), ["x.x.", "xx..", "x.x.", "xxxx"]),
         (join([causal(2), text_with_instances(2, [(0, 1)])]), ["x...", "xx..", "..x.", "..xx"]),
         (prefix([causal(2), text_with_instances(2, [(0, 2)])]), ["x...", "xx..", "xxxx", "xxxx"]),
         (blockwise_causal([1, 2, 1]), ["x...", ".x..", ".xx.", "xxxx"]),
@@ -47,6 +50,24 @@ def test_a_sample_gives_its_own_mask():
     assert of_sample(SampleMeta("s", 6, media)) == text_with_instances(6, [(1, 3), (4, 5)])
     with pytest.raises(SampleError, match="'s'"):
         of_sample(SampleMeta("s", 4, media))
+
+
+@pytest.mark.parametrize("kind", sorted(MASKS))
+@given(data=st.data())
+def test_masks_of_items_with_runs_are_those_of_the_reference(kind, data):
+    tokens, media = 0, []
+    for _ in range(data.draw(st.integers(0, 3))):
+        tokens += data.draw(st.integers(0, 2))
+        runs = []
+        for gap, rows in data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2)), min_size=1, max_size=3)):
+            runs.append((tokens + gap, rows))
+            tokens += gap + rows
+        placed = data.draw(st.booleans()) or len(runs) > 1
+        media.append(MediaItem("image", (), runs[0][0], sum(r for _, r in runs), runs=tuple(runs) if placed else ()))
+    stop = tokens + data.draw(st.integers(1, 3))
+    meta = SampleMeta("s", stop, tuple(media), ((max(tokens, 1), stop),) if stop > 1 else ())
+    expected = [[sees(kind, meta, i, j) for j in range(stop)] for i in range(stop)]
+    assert dense(MASKS[kind](meta)).tolist() == expected
 
 
 @pytest.mark.parametrize("span", [(0, 0), (-1, 2), (2, 9), (1, 3)])

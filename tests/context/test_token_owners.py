@@ -22,10 +22,17 @@ def samples(draw):
     media, position = [], 0
     for _ in range(draw(st.integers(0, 4))):
         position += draw(st.integers(0, 3))
-        item = MediaItem(draw(st.sampled_from(["image", "scan"])), (1,), position, draw(st.integers(1, 5)))
-        media.append(item)
-        position += item.rows
+        name, runs = draw(st.sampled_from(["image", "scan"])), []
+        for gap, rows in draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=3)):
+            runs.append((position + gap, rows))
+            position += gap + rows
+        placed = tuple(runs) if len(runs) > 1 or draw(st.booleans()) else ()
+        media.append(MediaItem(name, (1,), runs[0][0], sum(rows for _, rows in runs), runs=placed))
     return SampleMeta("s", position + draw(st.integers(1, 4)), tuple(media))
+
+
+def places(item):
+    return [place for start, rows in item.spans for place in range(start, start + rows)]
 
 
 @given(lane=st.lists(samples(), max_size=4), parts=st.integers(1, 5), gap=st.integers(0, 3))
@@ -39,8 +46,8 @@ def test_each_row_belongs_to_the_rank_that_keeps_its_placeholder(lane, parts, ga
         row += gap  # rows of samples of other lanes
         starts.append(row)
         for item in sample.media:
-            for k in range(item.rows if item.name == "image" else 0):
-                expected[(i * width + item.position + k) // shares.size].append(row)
+            for place in places(item) if item.name == "image" else ():
+                expected[(i * width + place) // shares.size].append(row)
                 row += 1
     for part in range(parts):
         rows = [r for a, b in owned_rows(lane, starts, "image", tokens, part) for r in range(a, b)]
@@ -61,8 +68,8 @@ def test_packed_tokens_of_any_assignment_bring_their_rows_in_their_order(data, l
     for start, sample in zip(starts, lane, strict=True):
         first.append(row)
         for item in sample.media:
-            for k in range(item.rows if item.name == "image" else 0):
-                row_of[start + item.position + k] = row
+            for place in places(item) if item.name == "image" else ():
+                row_of[start + place] = row
                 row += 1
     for r in range(ranks):
         shares = TokenShares(len(kept[r]), parts)

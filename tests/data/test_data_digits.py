@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetmesh.data import DigitsSource, check_meta, check_sample
-from hetmesh.data.digits import END, KINDS, NOISE, VOCABULARY, WEIGHTS, _additions, _pool, data_set, text_art
+from hetmesh.data.digits import END, KINDS, NOISE, VOCABULARY, WEIGHTS, _additions, data_set, images_of, text_art
 from hetmesh.errors import RecipeError
 
 TRAIN, VALIDATION = DigitsSource("train"), DigitsSource("validation")
@@ -23,14 +23,14 @@ def test_the_images_are_the_data_set():
 
 
 def test_splits_share_no_image_and_no_addition():
-    assert not set(_pool("train")) & set(_pool("validation"))
-    assert len(_pool("train")) + len(_pool("validation")) == 1797
-    assert set(data_set()[1][list(_pool("validation"))]) == set(range(10))
+    assert not set(images_of("train")) & set(images_of("validation"))
+    assert len(images_of("train")) + len(images_of("validation")) == 1797
+    assert set(data_set()[1][list(images_of("validation"))]) == set(range(10))
     assert not set(_additions("train")) & set(_additions("validation"))
     assert len(_additions("train")) + len(_additions("validation")) == 400
     for source, split in ((TRAIN, "train"), (DigitsSource("train", 7), "train"), (VALIDATION, "validation")):
         shown = {i for index in range(384) for i in source.ask(index).images}
-        assert shown <= set(_pool(split))
+        assert shown <= set(images_of(split))
 
 
 def test_questions_are_a_pure_function_of_seed_split_and_index():

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.balance import plan_batch
-from hetmesh.data import DigitsSource, Expander, Loader, Sample
+from hetmesh.data import DigitsSource, Expander, Loader, MemorySource, Sample
+from hetmesh.data.answers import Continued
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import Unreadable
 from hetmesh.errors import RecipeError, SampleError
@@ -283,3 +284,39 @@ def test_a_sample_whose_metadata_cannot_be_read_is_an_error_or_drawn_as_such():
     assert [tuple(image.shape) for image in blank.media["image"]] == [(1, 4, 4)]
     with pytest.raises(SampleError, match="'tiny/1': broken too"):
         loader.load(drawn)
+
+
+def test_whatever_hands_samples_on_keeps_their_units():
+    """A unit is whole, and says how many rows it makes, whoever cuts the sample."""
+    first, last = (MediaItem("image", (), 1, 3, runs=((1, 2), (4, 1))), MediaItem("image", (), 8, 2, runs=((8, 2),)))
+    meta = SampleMeta("s", 11, (first, last), ((5, 7), (10, 11)))
+    unit = {"pixel_values": torch.rand(5, 2)}
+    sample = Sample("s", torch.tensor([2, 1, 1, 3, 1, 4, 5, 6, 1, 1, 7]), units={"image": unit})
+    memory = MemorySource([(meta, sample)], 10, {"image": 1})
+    assert memory.load(0, ()).units == {}
+    mixture = MixtureSource({"a": memory, "b": memory})
+
+    def loaded(source, seq_len, kinds=None):
+        drawn = Loader(source, 1, Expander({"image": len}, seq_len), shuffle=False).batch(0)
+        return Loader(source, 1, shuffle=False).load(drawn, kinds)[0], drawn[0].meta
+
+    for source in (memory, mixture):
+        for seq_len, items in ((11, 2), (9, 1), (4, 0)):
+            got, cut = loaded(source, seq_len)
+            assert len(cut.media) == items
+            assert (got.units, got.unit_rows) == (({"image": unit}, {"image": 5}) if items else ({}, {}))
+        assert loaded(source, 11, {0: ()})[0].units == {}
+    early = MemorySource([(replace(meta, targets=((5, 7),)), sample)], 10, {"image": 1})
+    got, cut = loaded(Continued(early, [0], [[4]]), 11)
+    assert (cut.tokens, cut.media) == (7, (first,))
+    assert (got.tokens.tolist(), got.units, got.unit_rows) == ([2, 1, 1, 3, 1, 4, 0], {"image": unit}, {"image": 5})
+
+
+def test_a_blank_for_a_sample_with_runs_has_their_rows():
+    meta = SampleMeta("s", 6, (MediaItem("image", (), 1, 3, runs=((1, 2), (4, 1))),))
+    sample = Sample("s", torch.tensor([2, 1, 1, 3, 1, 4]), units={"image": {"x": torch.zeros(1)}})
+    loader = Loader(MemorySource([(meta, sample)], 10, {"image": 1}), 1, Expander({"image": len}))
+    blank = loader.blank(loader.batch(0)[0], None)
+    assert (blank.tokens.tolist(), dict(blank.media)) == ([0, 1, 1, 0, 1, 0], {})
+    assert (blank.units, blank.unit_rows) == ({"image": {}}, {"image": 3})
+    assert loader.blank(loader.batch(0)[0], ()).units == {}

@@ -18,14 +18,30 @@ from hetmesh.data.payloads import Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.errors import LoaderError, SampleError
 from hetmesh.models.collate import stacked
 
-DTYPES = (torch.float32, torch.int64, torch.uint8, torch.bfloat16, torch.float64)
+DTYPES = (
+    torch.float32,
+    torch.int64,
+    torch.uint8,
+    torch.bfloat16,
+    torch.float64,
+    torch.int32,
+    torch.bool,
+    torch.float16,
+)
 TENSORS = st.builds(
     lambda shape, dtype: torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype),
     st.lists(st.integers(0, 4), min_size=0, max_size=3),
     st.sampled_from(DTYPES),
 )
+UNITS = st.dictionaries(st.sampled_from("ab"), st.dictionaries(st.sampled_from("xyz"), TENSORS))
 SAMPLES = st.builds(
-    Sample, st.text(max_size=4), TENSORS, st.dictionaries(st.sampled_from("ab"), st.lists(TENSORS, max_size=3))
+    Sample,
+    st.text(max_size=4),
+    TENSORS,
+    st.dictionaries(st.sampled_from("ab"), st.lists(TENSORS, max_size=3)),
+    units=UNITS,
+    unit_rows=st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)),
+    values=st.dictionaries(st.sampled_from("xy"), TENSORS),
 )
 
 
@@ -41,6 +57,11 @@ def test_a_request_comes_out_of_its_buffer_as_it_went_in(payloads):
         pairs = [(given_.tokens, found.tokens)]
         for kind, items in given_.media.items():
             pairs += zip(items, found.media[kind], strict=True)
+        assert found.unit_rows == given_.unit_rows
+        assert {kind: set(unit) for kind, unit in found.units.items()} == {k: set(u) for k, u in given_.units.items()}
+        pairs += [(t, found.units[kind][key]) for kind, unit in given_.units.items() for key, t in unit.items()]
+        assert found.values.keys() == given_.values.keys()
+        pairs += [(value, found.values[name]) for name, value in given_.values.items()]
         assert all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
 
 

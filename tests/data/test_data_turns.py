@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 from test_data_conversations import PARTS, image, root, said, source, talk, text  # noqa: F401
 
+from hetmesh.data import make_source
 from hetmesh.data.find_conversations import Conversations, find_conversations
+from hetmesh.data.metadata_index import build_index
 from hetmesh.data.stores.store import data_url
 from hetmesh.data.turns import turns_of
 from hetmesh.errors import RecipeError, SampleError
@@ -211,9 +213,10 @@ def test_a_turn_of_weight_0_is_no_target(root, first, second):  # noqa: F811
 @pytest.mark.parametrize(
     ("turn", "given", "message"),
     [
-        (1, {"weight": 0.5}, r"sample 't': turn 1 has {'weight': 0.5}: `weight` must be 0 or 1"),
+        (1, {"weight": 0.5}, r"sample 't': turn 1 has {'weight': 0.5}: `weight` must be 0 or 1.* loss of your own"),
         (2, {"train": True}, r"sample 't': turn 2 has {'train': True}, but only the assistant's turns are targets"),
-        (3, {"tool_calls": [{"type": "function"}]}, r"sample 't': it has 'tool_calls', which are not given"),
+        (3, {"tool_calls": [{"type": "function"}]}, r"sample 't': .* writes nothing of 'tool_calls'; remove it from"),
+        (3, {"reasoning_content": "so"}, r"sample 't': .* writes nothing of 'reasoning_content'; remove it from"),
     ],
 )
 def test_weights_and_calls_that_cannot_be_honoured_are_refused(root, turn, given, message):  # noqa: F811
@@ -225,18 +228,16 @@ def test_weights_and_calls_that_cannot_be_honoured_are_refused(root, turn, given
     assert said(source(root, {"id": "t", "messages": [each | {"tool_calls": None} for each in TWICE], "tools": []}))
 
 
-def test_what_the_template_reads_of_a_turn_and_is_not_given_is_refused(root):  # noqa: F811
+def test_the_template_gets_every_key_of_a_turn(root):  # noqa: F811
     template = (
-        "{% for m in messages %}{{ m.role }}{{ m.name }}: {{ m.content }}{{ m['reasoning_content'] }}</s>{% endfor %}"
+        "{% for m in messages %}{{ m.role }} {{ m.name }} {{ m.content }} {{ m.reasoning_content }} </s> {% endfor %}"
     )
-    for key in ("name", "reasoning_content"):
-        turns = [each | {key: "so"} if each["role"] == "assistant" else each for each in TWICE]
-        assert said(source(root, {"id": "t", "messages": turns}))  # of which the tokenizer's template knows nothing
-        with pytest.raises(SampleError, match=f"sample 't': the chat template reads '{key}' of a turn"):
-            source(root, {"id": "t", "messages": turns}, chat_template=template).meta(0)
-    turns = [each | {"id": 3, "m": "so"} for each in TWICE]  # words of the template, but not what it reads of a turn
-    written = "{% for m in messages %}{{ m.role }} id: {{ m.content }}</s>{% endfor %}"
-    source(root, {"id": "t", "messages": turns}, chat_template=written).meta(0)
+    for key, answer in (("name", "is a cat </s>"), ("reasoning_content", "a cat is </s>")):
+        turns = [each | {key: "is"} if each["role"] == "assistant" else each for each in TWICE]
+        words, targets = said(source(root, {"id": "t", "messages": turns}, chat_template=template))
+        assert (targets[0], answer in words) == (answer, True)
+    turns = [each | {"id": 3, "m": "so"} for each in TWICE]  # of which no template knows
+    assert said(source(root, {"id": "t", "messages": turns}))
     llava_form = [{"from": "human", "value": "what"}, {"from": "gpt", "value": "a cat"}]
     with pytest.raises(SampleError, match="sample 't': it has 'system' beside its turns"):
         source(root, {"id": "t", "system": "be terse", "conversations": llava_form}).meta(0)
@@ -258,10 +259,15 @@ def test_media_in_an_answer_that_the_template_rewrites_are_refused_by_check(root
         ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]}, "`value` of a turn"),
         (
             {"conversations": [{"from": "human", "value": "<video>\nq"}, {"from": "gpt", "value": "a"}]},
-            "its text contains '<video>'",
+            "it has more places for 'video' than files",
         ),
         ({"messages": TWICE, "system": "be terse"}, "it has 'system' beside its turns"),
-        ({"messages": TWICE, "weight": 0}, "it has 'weight' beside its turns"),
+        ({"messages": TWICE, "weight": 0}, "it has 'weight' = 0 beside its turns"),
+        ({"messages": TWICE, "weight": 0.5}, "it has 'weight' = 0.5 beside its turns, which is not read; .*a loss of"),
+        ({"messages": TWICE, "train": False}, "it has 'train' = False beside its turns"),
+        ({"messages": TWICE, "tools": "x"}, "its 'tools' are no JSON"),
+        ({"messages": TWICE, "tools": {"a": 1}}, "its `tools` must be a list"),
+        ({"messages": TWICE, "tools": [{"a": 1}]}, "the chat template writes nothing of 'tools'"),
         ({"messages": [{**TWICE[1], "loss": False}]}, "turn 0 has 'loss', which is not read"),
         ({"messages": TWICE, "image": "a.png", "images": ["a.png"]}, "it has both 'image' and 'images'"),
     ],
@@ -280,3 +286,34 @@ def test_two_texts_in_a_row_are_refused_where_the_template_parts_them(root):  # 
     assert said(source(root, {"id": "t", "messages": turns}, chat_template=template.replace("BETWEEN", "")))
     with pytest.raises(SampleError, match="sample 't': turn 0 has two texts in a row, between which the chat template"):
         source(root, {"id": "t", "messages": turns}, chat_template=template.replace("BETWEEN", "; ")).meta(0)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_values_of_turns_and_records_come_with_the_targets(root, indexed):  # noqa: F811
+    """`weight`: the turn's times the record's; any other value is the record's."""
+    turns = [TWICE[0], TWICE[1] | {"weight": 0.5}, TWICE[2], TWICE[3]]
+    records = [
+        {"id": "t", "messages": turns, "weight": 3, "reward": -2},
+        {"id": "u", "messages": TWICE, "reward": "1e-1"},
+    ]
+    options = {"values": ["weight", "reward"]}
+    data = source(root, *records, **options)
+    if indexed:
+        path = build_index(data)
+        folders = {"tokenizer": str(root / "tokenizer"), "image_processor": str(root / "clip")}
+        data = make_source("conversations", path=str(data.path), **folders, **options)
+        assert data.abilities.metas is not None
+    assert data.abilities.values == ("weight", "reward")
+    assert said(data)[1] == ["a cat </s>", "a dog </s>"]
+    values = [{name: value.tolist() for name, value in data.load(i).values.items()} for i in range(2)]
+    assert values == [
+        {"weight": [1.5] * 3 + [3.0] * 3, "reward": [-2.0] * 6},
+        {"weight": [1.0] * 6, "reward": [0.1] * 6},
+    ]
+    if indexed:
+        path.unlink()
+    for wrong in (None, "much", float("inf")):
+        with pytest.raises(
+            SampleError, match=r"sample 't': its 'reward', which \[data.options\] values names, must be"
+        ):
+            source(root, {"id": "t", "messages": TWICE, "reward": wrong}, **options).check_files(0)

@@ -6,7 +6,7 @@ import pytest
 
 from support.dry_run_cases import FOLDER, dry, grouped, left_behind, printed
 
-KINDS = ("digits_cp_pp",)
+KINDS = ("digits_cp_pp", "digits_video")
 OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
 SHARED = ("context_parallel_degree=1", "tensor_parallel_degree=2", "enable_sequence_parallel=true")
 

@@ -205,6 +205,7 @@ def test_modules_of_no_one_directory_are_directories_of_their_own_and_can_be_ask
 
     small = ("--training.steps", "1", "--training.local_batch_size", "4", "--validation.samples", "4")
     few = ("--validation.freq", "0", "--checkpoint.enable", "true", "--metrics.enable_tensorboard", "false")
+    few = (*few, "--modules.projector.config.hidden_features", "40")  # LLaVA's is as wide as the LLM
     train(load_recipe(RECIPES / "digits_single.toml", (*small, *few, "--job.dump_folder", str(tmp_path / "run"))))
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "directory"]) == 2

@@ -25,7 +25,8 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.export.export import AS_DIRECTORY, DTYPES, export, export_last
 from hetmesh.models import pretrained_of
-from hetmesh.models.split.encoder_half import HfEncoderAdapter, whole_logits
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.whole_forward import whole_logits
 from hetmesh.models.split.whole_model import WholeModel, whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve

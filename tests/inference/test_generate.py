@@ -17,8 +17,8 @@ from hetmesh.data.source import PromptSource
 from hetmesh.errors import SampleError, UsageError
 from hetmesh.graph import MediaItem, SampleMeta
 from hetmesh.inference.generate import answer_tokens
-from hetmesh.models.split.encoder_half import load_whole
 from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.whole_forward import load_whole
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.directories import directory_of

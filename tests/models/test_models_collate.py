@@ -10,7 +10,7 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
-from hetmesh.models.collate import collate_media, collate_tokens
+from hetmesh.models.collate import collate_media, collate_tokens, target_values
 
 IMAGE, SKETCH, PAD = 1, 2, 0
 PLACEHOLDERS = {"image": IMAGE, "sketch": SKETCH}
@@ -45,6 +45,17 @@ def test_tokens():
     assert batch["target_positions"].tolist() == [3, 4, 6, 7, 12]
     assert batch["positions.image"].tolist() == [1, 2, 12, 14]
     assert batch["positions.sketch"].tolist() == [3]
+
+
+def test_rows_of_kinds_that_share_a_placeholder_token_are_told_apart():
+    image = MediaItem("image", (), 1, 3, runs=((1, 2), (4, 1)))
+    video = MediaItem("sketch", (), 5, 2, runs=((5, 1), (7, 1)))
+    meta = SampleMeta("s", 9, (image, video))
+    given = Sample("s", torch.tensor([4, 1, 1, 4, 1, 1, 4, 1, 4])), meta
+    how = {"sources": SOURCES, "placeholders": {"image": IMAGE, "sketch": IMAGE}, "pad_id": PAD}
+    batch = collate_tokens([B[0], given[0]], [B[1], meta], **how)
+    assert batch["positions.image"].tolist() == [10, 11, 13]
+    assert batch["positions.sketch"].tolist() == [14, 16]
 
 
 def test_no_samples():
@@ -88,3 +99,22 @@ def test_placeholder_ids_must_be_known_and_not_padding():
     for placeholders, message in (({"image": 1}, "no placeholder 'sketch'"), ({"image": 0, "sketch": 2}, "padding")):
         with pytest.raises(SampleError, match=message):
             collate_tokens([B[0]], [B[1]], sources=SOURCES, placeholders=placeholders, pad_id=PAD)
+
+
+def test_values_are_those_of_the_targets_that_are_left():
+    """One number of a sample, or one for each target, of which `seq_len` has cut the last."""
+    whole, cut = (SampleMeta(name, 6, (), ((1, 2), (3, 5))) for name in "ab")
+    cut = replace(cut, tokens=4, targets=((1, 2), (3, 4)))
+    values = {"w": torch.tensor([1.0, 2, 3]).double(), "r": torch.tensor(0.1, dtype=torch.float64)}
+    samples = [Sample(name, torch.arange(6), values=values) for name in "ab"]
+    found = target_values(samples, [whole, cut], ["w", "r"])
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "values.w": [1, 2, 3, 1, 2],
+        "values.r": [0.1] * 5,
+    }
+    assert target_values([], [], ["w"])["values.w"].shape == (0,)
+    blank = replace(samples[0], values={})  # of a sample that cannot be read, which has no targets
+    assert len(target_values([blank], [replace(whole, targets=())], ["w"])["values.w"]) == 0
+    for wrong in ({}, {"w": torch.ones(2)}, {"w": torch.ones(3, 1)}):
+        with pytest.raises(SampleError, match="sample 'a': its value 'w' must be one number or one for each target"):
+            target_values([replace(samples[0], values=wrong)], [whole], ["w"])

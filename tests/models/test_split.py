@@ -12,6 +12,8 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
+from hetmesh.models.named.qwen3_vl_text import multimodal_positions
+from hetmesh.models.split.rope_index import PICOSECONDS, rope_positions
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.lora import is_adapter
@@ -244,6 +246,91 @@ def test_sequence_parallelism_of_eager_attention_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr("transformers.LlavaPreTrainedModel._supports_sdpa", False)
     with pytest.raises(RecipeError, match="its attention is eager, which only a mask of all tokens makes causal"):
         resolve(recipe(tiny_vlms.save("llava", tmp_path), SP))
+
+
+def placed(name, frames, height, width, position, gap=None, seconds=None):
+    """An item of a grid at `position`: in one run, or with `gap` tokens between its frames."""
+    rows = height * width
+    runs = [(position + i * (rows + gap), rows) for i in range(frames)] if gap else [(position, frames * rows)]
+    size = (frames, height, width, *([] if seconds is None else [round(seconds * PICOSECONDS)]))
+    return MediaItem(name, (), position, frames * rows, size, tuple(runs))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "gap", "seconds"),
+    [
+        ("qwen3_vl", 2, None),
+        ("qwen3_5", 2, None),
+        ("glm4v", 1, None),
+        ("qwen2_5_vl", None, 2 / 24),
+        ("qwen2_5_vl", None, 1.7),
+    ],
+)
+def test_positions_of_placed_images_and_videos_are_the_models_own(directory, name, gap, seconds):
+    whole = whole_model_of(directory(name))
+    media = [placed("image", 1, 2, 3, 2), placed("video", 3, 2, 1, 10, gap, seconds)]
+    media += [placed("image", 1, 1, 2, 22), placed("video", 4, 1, 2, 26, gap, seconds)]
+    meta = SampleMeta("s", 46, tuple(media))
+    types = torch.zeros(1, 46, dtype=torch.int64)
+    for item, kind in zip(media, (1, 2, 1, 2), strict=True):
+        for start, rows in item.runs:
+            types[0, start : start + rows] = kind
+    given = {
+        "image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 4]]),
+        "video_grid_thw": torch.tensor([[3, 4, 2], [4, 2, 4]]),
+    }
+    if seconds is not None:
+        given["second_per_grid_ts"] = torch.tensor([seconds, seconds])
+    inner = whole.model.get_submodule(whole.decoder.rpartition(".")[0])
+    expected, _ = inner.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **given)
+    assert torch.equal(torch.tensor(rope_positions(whole, meta, {})), expected[:, 0])
+    images = replace(meta, media=(media[0], media[2]))  # which the model is not asked for
+    types, grids = types * (types == 1), {"image_grid_thw": given["image_grid_thw"]}
+    expected, _ = inner.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
+    assert torch.equal(torch.tensor(rope_positions(whole, images, {})), expected[:, 0])
+    assert rope_positions(whole, images, {}) == multimodal_positions(images, {})
+    if gap:
+        with pytest.raises(SampleError, match="'s': the rows of the 'video' at position 10 lie in 3 runs"):
+            multimodal_positions(meta, {})
+
+
+@pytest.mark.slow
+def test_positions_of_a_video_begin_anew_with_every_frame_where_timestamps_part_them(directory):
+    meta = SampleMeta("s", 7, (placed("video", 2, 1, 2, 1, 1),))  # text, 2 rows, text, 2 rows, text
+    found = rope_positions(whole_model_of(directory("qwen3_vl")), meta, {})
+    assert found == ((0, 1, 1, 3, 4, 4, 6), (0, 1, 1, 3, 4, 4, 6), (0, 1, 2, 3, 4, 5, 6))
+    omni = whole_model_of(directory("qwen2_5_omni"))
+    meta = SampleMeta("s", 7, (placed("video", 2, 1, 2, 2, None, 0.12),))  # 25 positions a second
+    assert rope_positions(omni, meta, {})[0] == (0, 1, 2, 2, 5, 5, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "items", "says"),
+    [
+        ("qwen3_vl", [placed("video", 2, 1, 2, 1)], "Qwen3VL.*'s get_rope_index does not take its items: .*"),
+        (
+            "qwen3_vl",
+            [placed("video", 1, 1, 2, 1), placed("video", 1, 1, 2, 3)],
+            "two 'video' items, or .* at position 3",
+        ),
+        (
+            "qwen3_vl",
+            [replace(placed("image", 1, 1, 2, 1), size=())],
+            r"size of the 'image' at position 1 is \(\), from",
+        ),
+        ("qwen3_vl", [replace(placed("image", 1, 1, 2, 1), size=(1, 2, 4))], "must be .* the grid of its 2 rows"),
+        (
+            "qwen2_5_vl",
+            [placed("video", 2, 1, 2, 1)],
+            r"picoseconds of a frame, .*\(second_per_grid_ts\), got \[\(2, 1, 2\)",
+        ),
+    ],
+)
+def test_placed_items_whose_positions_cannot_be_told_are_refused(directory, name, items, says):
+    with pytest.raises(SampleError, match=f"sample 's': .*{says}"):
+        rope_positions(whole_model_of(directory(name)), SampleMeta("s", 9, tuple(items)), {})
 
 
 @pytest.mark.slow

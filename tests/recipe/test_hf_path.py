@@ -35,14 +35,11 @@ def test_it_stands_for_modules_boundaries_and_data(folder):
     assert recipe.modules["llm"].attention_mask == "bidirectional_runs"  # as the family has it
     assert [(b.source, b.destination, b.at) for b in recipe.boundaries] == [("vision", "llm", "image")]
     assert recipe.data.source == "conversations"
-    own = {key: str(folder) for key in ("tokenizer", "image_processor")}
-    replaced = {"<start_of_image>": "\n\n<start_of_image><img><end_of_image>\n\n"}
-    prompt = {"chat_template": "{{ messages }}", "replacements": replaced, "special_tokens": True}
-    assert recipe.data.options == {**own, **prompt, "placeholders": {"image": "<img>"}, "path": "talks.jsonl"}
-    (folder / "preprocessor_config.json").rename(folder / "processor_config.json")
-    assert "image_processor" not in parse(folder, "[data.options]\npath = 'talks.jsonl'").data.options
-    (folder / "processor_config.json").write_text('{"image_processor": {}}')  # as transformers 5 saves it
-    assert parse(folder, "[data.options]\npath = 'talks.jsonl'").data.options == recipe.data.options
+    assert recipe.data.options == {"processor": str(folder), "path": "talks.jsonl"}
+    own = parse(folder, "[data.options]\npath = 'talks.jsonl'\ntokenizer = 'x'").data.options
+    assert own == {"path": "talks.jsonl", "tokenizer": "x"}
+    (table,) = parse(folder, "[[data.mixture]]\nsource = 'conversations'\nweight = 1.0").data.mixture
+    assert table.options == {"processor": str(folder)}
 
 
 def test_what_the_recipe_says_itself_holds(folder):
@@ -81,8 +78,6 @@ def test_what_the_recipe_says_itself_holds(folder):
                 ("instructblip", "vision", "its tower reads the question"),
                 ("florence2", "vision", "its LLM is an encoder and a decoder"),
                 ("kosmos-2.5", "vision", "it calls no tower by get_image_features"),
-                ("voxtral", "audio", "its get_audio_features takes recordings in a form"),
-                ("qwen3_asr", "audio", "its get_audio_features takes recordings in a form"),
             )
         ),
     ],

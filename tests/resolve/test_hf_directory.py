@@ -53,8 +53,9 @@ def test_a_directory_and_a_folder_of_images_train(recipe, capsys):
     assert source.placeholders == {"image": tiny_vlms.IMAGE}
     meta = source.meta(2)  # two images of other sizes, each with the tokens that the template puts around it
     words = [WORDS[i] for i in source.load(2).tokens.tolist()]
-    assert words[:7] == ["user", *["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"] * 2]
-    assert [item.shape for item in meta.media] == [(3, 12, 16), (3, 12, 12)]
+    pads = [["<|vision_start|>", *["<|image_pad|>"] * rows, "<|vision_end|>"] for rows in (12, 9)]
+    assert words[:26] == ["user", *pads[0], *pads[1]]
+    assert [item.rows for item in meta.media] == [12, 9]
 
     assert main(["train", str(recipe)]) == 0
     assert "weights: logits differ from transformers' own by at most" in capsys.readouterr().out
@@ -73,7 +74,8 @@ def test_a_run_of_a_directory_is_asked_and_exported(recipe, capsys):
     meta, asked = source.prompt("what is this", [image])
     like, start = source.load(1), answer_start(source.meta(1))
     assert asked.tokens.tolist() == like.tokens[:start].tolist()  # token by token what training has before an answer
-    assert np.array_equal(asked.media["image"][0], like.media["image"][0])
+    pixels, grid = (asked.units["image"][key] for key in ("pixel_values", "image_grid_thw"))
+    assert torch.equal(pixels, like.units["image"]["pixel_values"])
     assert meta.media == source.meta(1).media
     assert source.end_ids == (WORDS.index("<|im_end|>"),)
     marked = source.prompt("what <image> is <image> this", [image, image])[1].tokens.tolist()
@@ -92,18 +94,13 @@ def test_a_run_of_a_directory_is_asked_and_exported(recipe, capsys):
 
     model = Qwen3VLForConditionalGeneration.from_pretrained(folder / "hf")
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
-    (item,) = meta.media
-    rows = item.shape[1] * item.shape[2] // 16
     ids = asked.tokens.tolist()
-    ids = ids[: item.position] + [ids[item.position]] * rows + ids[item.position + 1 :]
-    patches = asked.media["image"][0].reshape(3, item.shape[1] // 4, 2, 2, item.shape[2] // 4, 2, 2)
-    patches = patches.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5).expand(-1, -1, -1, -1, -1, 2, -1, -1).reshape(-1, 24)
-    given = torch.tensor([ids])
+    given = asked.tokens[None]
     out = model.generate(
         input_ids=given,
         attention_mask=torch.ones_like(given),
-        pixel_values=patches,
-        image_grid_thw=torch.tensor([[1, item.shape[1] // 2, item.shape[2] // 2]]),
+        pixel_values=pixels,
+        image_grid_thw=grid,
         mm_token_type_ids=(given == tiny_vlms.IMAGE).long(),
         do_sample=False,
         max_new_tokens=5,
@@ -126,3 +123,33 @@ def test_questions_that_cannot_be_asked(recipe, capsys):
     assert "validation.enable = false" in says(recipe, "--sample", 0, "--validation.enable", "false")
     assert "--max-new-tokens 0: must be at least 1" in says(recipe, "what", "--max-new-tokens", 0)
     assert "its text contains" in says(recipe, "what is <|image_pad|>")
+
+
+def test_check_says_what_to_think_of_it_last_and_names_parameters_when_asked(recipe, capsys):
+    assert main(["check", str(recipe)]) == 0
+    *described, last = capsys.readouterr().out.splitlines()
+    assert last == "ok"
+    notes = [line.startswith("note: ") for line in described]
+    assert any(notes)
+    assert described.index(f"[model] hf_path = '{recipe.parent}/qwen3_vl' stands for:") < notes.index(True)
+    assert all(line.startswith(("note: ", "  ")) for line in described[notes.index(True) :])
+    assert not any("embed_tokens" in line for line in described)
+    assert main(["check", str(recipe), "--parameters"]) == 0
+    named = capsys.readouterr().out.splitlines()
+    assert "  model.language_model.layers.*.self_attn.q_proj.weight  (3)" in named
+    assert any(line.startswith("vision owns ") for line in named)
+    assert named[-1 - sum(notes) :] == [*described, last][-1 - sum(notes) :]
+
+
+def test_a_directory_whose_tower_is_refused_is_not_asked_for_a_template(recipe, capsys):
+    folder = recipe.parent / "qwen3_vl"
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    assert main(["check", str(recipe)]) == 2
+    assert "there is no chat template in it; write the whole form" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["encoder_layerdrop"] = 0.1
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["check", str(recipe)]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert "vision_config.encoder_layerdrop = 0.1; every layer runs" in line

@@ -13,10 +13,14 @@ import tomli
 import torch
 from PIL import Image
 
+import hetmesh
 from hetmesh.cli import main
+from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.starter_text import COMMENTS
+from support.data_forms import ANSWERS, ASKED, CAPTIONS, FORMS
 from support.tiny_directory import save_directory
+from surveying.tiny_processor import tiny_directory
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALL = """
@@ -95,6 +99,43 @@ def test_what_it_will_leave_out_is_said(root, capsys, monkeypatch):
     options = ("--data.options.media_folder", "pets/images", "--data.on_bad_sample", "skip")
     assert main(["init", "qwen3_vl", "--data", "one_bad.json", "--ranks", "1", *options]) == 0
     assert "note: 1 of 6 samples cannot be read: sample '1': `from` is 'nobody'" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A directory with a processor of one token per byte."""
+    folder = tmp_path_factory.mktemp("prepared")
+    tiny_directory("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", folder)
+    return str(folder)
+
+
+FIRST = ("img2dataset",)  # the others read on covered paths: tests/data/test_data_columns.py
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", [pytest.param(name, marks=() if name in FIRST else pytest.mark.exhaustive) for name in FORMS]
+)
+def test_each_form_of_data_trains_at_the_first_try(prepared, capsys, tmp_path, monkeypatch, form):
+    monkeypatch.setattr(pytest.importorskip("datasets").config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    FORMS[form](tmp_path / "data")
+    options = ("--job.dump_folder", str(tmp_path / "out"), "--data.num_workers", "0")
+    data = ("--data", str(tmp_path / "data"), "--ranks", "1", "--write", f"{tmp_path}/r.toml")
+    assert main(["init", prepared, *data, *options]) == 0
+    assert main(["check", f"{tmp_path}/r.toml"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("ok")
+    recipe = load_recipe(tmp_path / "r.toml")
+    source = recipe_source(recipe.data)
+    asked = "" if form in CAPTIONS else ASKED
+    for i in range(len(source)):
+        meta, sample = source.meta(i), source.load(i)
+        said = source.decode([token for a, b in meta.targets for token in sample.tokens[a:b].tolist()])
+        assert (said, meta.num_items("image")) == (ANSWERS[i], 1)
+        assert source.decode(sample.tokens.tolist()).split() == ["user", *asked.split()]  # up to where the turn ends
+    assert bool(recipe.data.options.get("validation_path")) == (form in ("VQA", "imagefolder"))
+    with hetmesh.open_job(recipe, self_check=False) as job:
+        assert job.forward_backward().finite
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from hetmesh.boundary import World
 from hetmesh.cli import main
 from hetmesh.dryrun.dry_run import DryRun, DryRuns, dry_run, dry_runs
+from hetmesh.dryrun.fake_device import fake_device
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 
@@ -24,6 +25,7 @@ def dry(name: str, rank: int, *overrides: str) -> tuple[DryRun, int]:
     from hetmesh.attention.flex import _block_masks
 
     torch.set_num_threads(1)
+    fake_device()  # before the first backward, as `dry_runs` does
     _block_masks.clear()
     run = dry_run(resolve(load_recipe(FOLDER / f"{name}.toml", overrides)), rank)
     return run, sum(map(len, _block_masks.values())) * 2**20

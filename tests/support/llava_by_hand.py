@@ -25,6 +25,6 @@ options = {{ kinds = {{ image = [3, 8, 8] }} }}
 
 
 def llava_by_hand(path, tower="clip", vision="config = { feature_layer = -2 }", *, whole=True):
-    """The text of the recipe; `whole`: the projector has its weights from the directory too."""
-    projector = f'initial_load_path = "{path}"' if whole else ""
+    """The text of the recipe; `whole`: the projector has its weights from the directory too, else it is not LLaVA's."""
+    projector = f'initial_load_path = "{path}"' if whole else "config = { hidden_features = 9 }"
     return _TEXT.format(path=path, tower=tower, vision=vision, projector=projector)

@@ -30,24 +30,23 @@ def families(tokens: int, seed: int = 0) -> dict[str, Mask]:
     where every token sees all earlier documents.
     """
 
-    def images(**options: object) -> Mask:
-        return text_with_instances(tokens, _instances(random.Random(seed), tokens, _TEXT, _IMAGE), **options)  # type: ignore[arg-type]
+    spans = _instances(random.Random(seed), tokens, _TEXT, _IMAGE)
 
     def documents(together: Callable[[list[Mask]], Mask], multimodal: bool) -> Mask:
         rng = random.Random(seed)
         masks, left = [], tokens
         while left:
             length = min(left, rng.randint(*_DOCUMENT))
-            spans = _instances(rng, length, _LONG_TEXT, _IMAGE) if multimodal else []
-            masks.append(text_with_instances(length, spans))
+            inside = _instances(rng, length, _LONG_TEXT, _IMAGE) if multimodal else []
+            masks.append(text_with_instances(length, inside))
             left -= length
         return together(masks)
 
     small = _instances(random.Random(seed), tokens, _LONG_TEXT, _SMALL_IMAGE)
     return {
-        "image_bits": images(),
-        "image_bits_see_text": images(instances_see=Sees.TEXT),
-        "one_vision_bit": images(shared=True),
+        "image_bits": text_with_instances(tokens, spans),
+        "image_bits_see_text": text_with_instances(tokens, spans, instances_see=Sees.TEXT),
+        "one_vision_bit": text_with_instances(tokens, spans, numbers=[1] * len(spans)),
         "causal": causal(tokens),
         "packed_documents": documents(join, False),
         "packed_multimodal": documents(join, True),

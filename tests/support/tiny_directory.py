@@ -13,6 +13,7 @@ TEMPLATE = (
 )
 WORDS = ["<pad>", "<|image_pad|>", "<unk>", "<|im_end|>", "user", "assistant", "what", "is", "this", "a", "cat", "dog"]
 WORDS += [f"w{i}" for i in range(len(WORDS), 43)] + ["<|vision_start|>", "<|vision_end|>"]
+WORDS[tiny_vlms.VIDEO] = "<|video_pad|>"
 
 
 def save_directory(name: str, folder: Path) -> Path:
@@ -24,7 +25,7 @@ def save_directory(name: str, folder: Path) -> Path:
     path = tiny_vlms.save(name, folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = ["<|image_pad|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+    special = ["<|image_pad|>", "<|video_pad|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", additional_special_tokens=special
     )

@@ -14,7 +14,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate.rank_work import rank_work
 
 TOOLS = Path(__file__).parents[2] / "tools"
-LLM = {"a": {"tp": 2}, "b": {"pp": 2}, "c": {"cp": 2}, "d": {"dp_replicate": 2}}
+LLM = {"a": {"tp": 2}, "b": {"pp": 2}, "c": {"cp": 2}, "d": {"dp_replicate": 2}, "e": {"dp_replicate": 2}}
 
 
 @pytest.fixture

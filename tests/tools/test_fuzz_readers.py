@@ -24,10 +24,10 @@ from hetmesh.checkpoint.reading import Planner, unpacked
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data import chat_template
 from hetmesh.data.digits import read_digit
-from hetmesh.data.images.image_processor import ImageProcessor
-from hetmesh.data.images.image_tiles import tiling_of
+from hetmesh.data.images import ImageProcessor
 from hetmesh.data.media_reader import RecordingProcessor
 from hetmesh.data.metadata_index import load_index
+from hetmesh.data.stores.columns import Columns
 from hetmesh.data.stores.open_store import Tables
 from hetmesh.data.stores.store import npy_shape
 from hetmesh.data.stores.tar_shards import TarShards
@@ -127,19 +127,15 @@ def test_a_header_that_claims_more_than_the_file_is_refused(load, shape, tmp_pat
             load_index(tmp_path / "index.npz", {})
 
 
-def test_slender_images_and_sizes_without_bounds_are_refused(tmp_path):
-    slender = Image.new("1", (1, 60000))
+def test_slender_images_and_processors_without_bounds_are_refused(tmp_path):
+    config = {"image_processor_type": "CLIPImageProcessor", "size": 8, "crop_size": 8}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="at most"):
-        ImageProcessor(224, None)(slender)
-    with pytest.raises(ValueError, match="at most"):
-        ImageProcessor((8, 8), None, pad_to_square=True)(slender)
-    for size in (10**6, {"height": 1, "width": 10**12}, {"shortest_edge": -1}, {"shortest_edge": "x"}, 0):
-        (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": size}))
-        with pytest.raises(RecipeError, match="must be positive"):
-            ImageProcessor.from_directory(tmp_path, "key")
-    tiles = {"image_processor_type": "GotOcr2ImageProcessor", "crop_to_patches": True, "max_patches": 10**12}
-    with pytest.raises(RecipeError, match="max_patches"):
-        tiling_of(tiles, (8, 8), None, "file")
+        ImageProcessor(tmp_path, "key", pad_to_square=True)(Image.new("1", (1, 60000)))
+    for size in ({"height": 1, "width": 10**12}, {"shortest_edge": -1}, {"shortest_edge": "x"}, 0):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps({**config, "size": size}))
+        with pytest.raises(RecipeError, match="key = "):
+            ImageProcessor(tmp_path, "key", pad_to_square=False)
 
 
 @pytest.mark.parametrize("key", ["feature_size", "chunk_length", "n_fft", "hop_length", "sampling_rate"])
@@ -250,7 +246,7 @@ def test_headers_of_tar_members_that_are_none(field, value, tmp_path):
     second[148:156] = b" " * 8
     second[148:156] = b"%06o\0 " % sum(second)
     (tmp_path / "a.tar").write_bytes(data[:512] + second + data[1024:])
-    store = TarShards([tmp_path / "a.tar"], "key")
+    store = TarShards([tmp_path / "a.tar"], "key", Columns())
     with pytest.raises(SampleError):
         store.record(len(store) - 1)
 
@@ -293,7 +289,7 @@ def test_a_saved_table_names_only_files_of_its_own(tmp_path):
     state["_data_files"][0]["filename"] = "../b.arrow"
     (tmp_path / "a" / "state.json").write_text(json.dumps(state))
     with pytest.raises(RecipeError, match="lies outside of"):
-        Tables([tmp_path / "a"], "key")
+        Tables([tmp_path / "a"], (), "key", Columns())
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "1e300", "-1", "true"])

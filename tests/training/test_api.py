@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import hetmesh
 from hetmesh.boundary import World
-from hetmesh.errors import BoundaryError, LaunchError, LossError, NonFiniteError, RecipeError
+from hetmesh.errors import BoundaryError, LaunchError, LossError, NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import Outcome, compare
@@ -100,6 +100,56 @@ def test_a_loss_of_ones_own_and_a_run_that_a_callback_ends(pool4, tmp_path):
         assert job.forward_backward().loss == pytest.approx(seen[0], rel=1e-10)
     with hetmesh.open_job(recipe("digits_single", tmp_path)) as job:
         assert job.forward_backward().loss != pytest.approx(seen[0], rel=1e-3)
+
+
+VALUED = ("--data.source", "support.valued_digits:ValuedDigits", "--training.local_batch_size", "6")
+
+
+def rewarded(logits, batch):
+    """Of the tokens' own weights and the rewards of their samples."""
+    weight, reward = batch["values.weight"], batch["values.reward"]
+    assert torch.equal(weight, 1 + batch["targets"].double() / 7)  # each is where its target is
+    return (weight * reward * cross_entropy(logits, batch["targets"], reduction="none")).sum()
+
+
+def by_rewards(rank, given):
+    with hetmesh.open_job(given, loss=rewarded) as job:
+        optimizer = torch.optim.SGD(job.parameters(), lr=0.01, foreach=False)
+        losses = []
+        for _ in range(STEPS):
+            losses.append(job.forward_backward().loss)
+            optimizer.step()
+        return outcome(losses if rank == 0 else (0.0,) * STEPS, job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("digits", ()),  # tensor parallel
+        ("digits_cp_pp", ()),
+        pytest.param("digits_homogeneous", ("--training.pack_samples", "true"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_values_of_samples_reach_a_loss_of_ones_own_in_every_layout(pool4, tmp_path, name, more):
+    given = recipe(name, tmp_path, *VALUED, *more)
+    batch = given.batch.global_batch_size
+    single = recipe("digits_single", tmp_path, *VALUED, "--training.local_batch_size", str(batch))
+    ranks = pool4.run(by_rewards, given, timeout=120)
+    compare(by_rewards(0, single), ranks, 1e-10)
+
+
+def test_values_that_nobody_reads_or_that_are_missing_are_refused(tmp_path):
+    given = recipe("digits_single", tmp_path, *VALUED)
+    for start in (hetmesh.train, lambda given: hetmesh.open_job(given).__enter__()):
+        with pytest.raises(RecipeError, match=r"values = \['weight', 'reward'\]: cross-entropy reads none and weighs"):
+            start(given)
+    less = recipe("digits_single", tmp_path, *VALUED, "--data.source", "support.valued_digits:LessValued")
+    with (
+        hetmesh.open_job(less, loss=rewarded) as job,
+        pytest.raises(SampleError, match=r"sample 'digits/.*': its value 'reward' must be one number or one for each"),
+    ):
+        job.forward_backward()
 
 
 def broken(logits, batch):

@@ -21,7 +21,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.export.export import export, export_last
 from hetmesh.models import pretrained_of
-from hetmesh.models.split.encoder_half import load_whole, whole_logits
+from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.recipe.recipe import Recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve

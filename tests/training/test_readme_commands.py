@@ -82,7 +82,7 @@ def test_train_then_ask_then_export(start_training, tmp_path, monkeypatch, capsy
         assert main([*command[1:], "--max-new-tokens", "2"]) == 0
         assert capsys.readouterr().out
     assert main(export[1:]) == 0
-    assert {"llm", "projector", "vision"} <= {path.name for path in (tmp_path / "digits_hf").iterdir()}
+    assert json.loads((tmp_path / "digits_hf" / "config.json").read_text())["model_type"] == "llava"
 
 
 def ended(processes, folder, ranks):
@@ -169,13 +169,13 @@ def test_plan_then_look_at_the_plan(apart, tmp_path):
 
 
 def test_the_heart_of_a_recipe_of_a_directory(tmp_path, capsys, monkeypatch):
-    save_directory("llava", tmp_path)
+    save_directory("qwen3_vl", tmp_path)
     (toml,) = [text for text in re.findall(r"^```toml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE) if "hf_path" in text]
     recipe = tmp_path / "recipe.toml"
     turns = [{"from": "human", "value": "what is this"}, {"from": "gpt", "value": "a cat"}]
     (tmp_path / "train.json").write_text(json.dumps([{"id": str(i), "conversations": turns} for i in range(4)]))
     data = '[data.options]\npath = "train.json"\n[training]\nlocal_batch_size = 2\n'
-    recipe.write_text(toml.replace("/models/llava-1.5-7b-hf", str(tmp_path / "llava")) + data)
+    recipe.write_text(toml.replace("/models/llava-1.5-7b-hf", str(tmp_path / "qwen3_vl")) + data)
     monkeypatch.chdir(tmp_path)
     assert main(["check", str(recipe)]) == 0
     assert "tp 2" in capsys.readouterr().out

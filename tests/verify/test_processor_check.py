@@ -10,41 +10,21 @@ from PIL import Image
 
 from hetmesh.cli import main
 from hetmesh.data.chat import Chat
-from hetmesh.data.images.image_processor import ImageProcessor
+from hetmesh.data.preparation import Preparation
 from hetmesh.errors import SelfCheckError
+from hetmesh.models.split.processor import processor_at
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.verify import processor_check
 from hetmesh.verify.processor_check import check_processor
 from hetmesh.verify.self_check_process import needs_self_check, record
-from support import tiny_vlms
-from support.tiny_directory import TEMPLATE, WORDS, save_directory
-
-
-def save_llava(folder):
-    """A LLaVA as users have it, with the processor that transformers saves."""
-    from transformers import AutoTokenizer, LlavaProcessor
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    path = tiny_vlms.save("llava", folder)
-    other = save_directory("qwen2_5_vl", folder / "other")
-    tokenizer = AutoTokenizer.from_pretrained(other)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 10}, crop_size={"height": 8, "width": 8})
-    LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=2,
-        vision_feature_select_strategy="default",
-        chat_template=TEMPLATE,
-        image_token=WORDS[1],
-        num_additional_image_tokens=1,
-    ).save_pretrained(path)
-    return path
+from surveying.processor_forward import tiny_directory
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    return save_llava(tmp_path_factory.mktemp("llava"))
+    path = tmp_path_factory.mktemp("llava")
+    tiny_directory("llava", "LlavaForConditionalGeneration", path)
+    return path
 
 
 @pytest.fixture
@@ -73,41 +53,30 @@ def recipe_of(path, talks, more=""):
 
 def test_the_first_samples_equal_those_of_transformers_own_processor(llava, talks):
     (line,) = check_processor(resolve(recipe_of(llava, talks)))
-    assert line == "data: tokens and pixels of the first 3 samples equal those of transformers' own processor"
+    assert line == ("data: tokens and tensors of 3 of the first 3 samples equal those of transformers' own processor")
 
 
-def fault_mean(monkeypatch):
-    made = ImageProcessor.from_directory
+def fault_pixels(monkeypatch):
+    made = Preparation.load
 
-    def other(*args, **kwargs):
-        processor = made(*args, **kwargs)
-        object.__setattr__(processor, "mean", (0.4, 0.4, 0.4))
-        return processor
+    def other(self, *args):
+        meta, sample = made(self, *args)
+        for unit in sample.units.values():
+            unit["pixel_values"].flatten()[7] += 0.25
+        return meta, sample
 
-    monkeypatch.setattr(ImageProcessor, "from_directory", other)
+    monkeypatch.setattr(Preparation, "load", other)
 
 
 def fault_template(monkeypatch):
-    monkeypatch.setattr(
-        Chat, "_apply", lambda self, turns, asks=False, made=Chat._apply: "w20 " + made(self, turns, asks)
-    )
-
-
-def fault_rows(monkeypatch):
-    made = processor_check.placeholder_rows
-    rows = {"image": lambda extent: 17}
-    monkeypatch.setattr(processor_check, "placeholder_rows", lambda *given: {**made(*given), **rows})
+    monkeypatch.setattr(Chat, "_apply", lambda self, *given, made=Chat._apply: "w20 " + made(self, *given))
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (
-            fault_mean,
-            r"sample 'talk 0': pixel_values: .* of 192 differ by more than a grey level .* CLIPImageProcessor",
-        ),
-        (fault_template, r"sample 'talk 0': input_ids: token 0 of 28 is 'w20', and 'user' of 27 by .* LlavaProcessor"),
-        (fault_rows, r"sample 'talk 0': input_ids: token 21 of 28 is .*image_pad.*, and .*vision_end.* of 27 by"),
+        (fault_pixels, r"sample 'talk 0': pixel_values: 1 of \d+ differ, first \[0, 0, 0, 7\]: .* LlavaProcessor"),
+        (fault_template, r"sample 'talk 0': input_ids: token 0 of \d+ is 'w', and '<.im_start.>' of \d+ by .* Llava"),
     ],
 )
 def test_what_differs_is_named_with_its_sample_and_key(llava, talks, monkeypatch, fault, says):
@@ -116,38 +85,32 @@ def test_what_differs_is_named_with_its_sample_and_key(llava, talks, monkeypatch
         check_processor(resolve(recipe_of(llava, talks)))
 
 
-def test_a_processor_that_does_not_load_is_said_and_pixels_are_compared_all_the_same(tmp_path, talks, monkeypatch):
-    path = save_directory("qwen2_5_vl", tmp_path)
-    (line,) = check_processor(resolve(recipe_of(path, talks)))
-    assert line.startswith(
-        "data: pixels of the first 3 samples equal those of transformers' own processor; prompts were"
-    )
-    assert "not: transformers' own does not load here" in line
-    fault_mean(monkeypatch)
-    with pytest.raises(SelfCheckError, match=r"sample 'talk 0': pixel_values: .* Qwen2VLImageProcessor"):
-        check_processor(resolve(recipe_of(path, talks)))
-
-
-def test_a_form_of_the_recipe_is_not_compared_which_is_said(llava, talks):
-    form = "{% for m in messages %}{% for p in m.content %}{{ p.text or '<|image_pad|>' }} {% endfor %}{% endfor %}"
+def test_a_form_of_the_recipe_is_compared_with_what_transformers_makes_of_it(llava, talks):
+    form = "{% for m in messages %}{% for p in m.content %}{{ p.text or 'IMAGE' }} {% endfor %}{% endfor %}"
+    form = form.replace("IMAGE", processor_at(llava, "key").written("image"))
     (line,) = check_processor(resolve(recipe_of(llava, talks, f'chat_template = "{form}"')))
-    assert line.startswith("data: pixels of")
-    assert "prompts were not: data.options.chat_template is the recipe's" in line
-    assert check_processor(resolve(parse_recipe(tiny_vlms.recipe_text(llava)))) == []
+    assert line.startswith("data: tokens and tensors of 3 of")
+
+
+def test_a_recipe_that_names_a_tokenizer_is_not_compared_which_is_said(llava, talks):
+    more = f"tokenizer = '{llava}'\nimage_processor = '{llava}'\nplaceholders = {{ image = 'IMAGE' }}"
+    more = more.replace("IMAGE", processor_at(llava, "key").written("image"))
+    (line,) = check_processor(resolve(recipe_of(llava, talks, more)))
+    assert line == "data: nothing was compared with transformers' own processor: data.options name a tokenizer"
 
 
 def test_check_weights_and_the_first_start_compare_them(llava, talks, capsys, monkeypatch):
     recipe = recipe_of(llava, talks)
     record(recipe, 0.0)
     assert not needs_self_check(recipe)
-    assert needs_self_check(recipe_of(llava, talks, "special_tokens = false"))
+    assert needs_self_check(recipe_of(llava, talks, "processor_options = { do_center_crop = false }"))
     file = talks.parent / "recipe.toml"
     file.write_text(
         f"[model]\nhf_path = '{llava}'\n[data.options]\npath = '{talks}'\n[training]\nlocal_batch_size = 1\n"
         f"[job]\ndump_folder = '{talks.parent / 'out'}'\n"
     )
     assert main(["check", str(file), "--weights"]) == 0
-    assert "data: tokens and pixels of the first 3 samples equal those" in capsys.readouterr().out
+    assert "data: tokens and tensors of 3 of the first 3 samples equal those" in capsys.readouterr().out
     fault_template(monkeypatch)
     assert main(["check", str(file), "--weights"]) == 1
     assert "sample 'talk 0': input_ids: token 0" in capsys.readouterr().err

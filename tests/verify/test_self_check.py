@@ -174,13 +174,13 @@ def test_check_prints_what_the_directory_stands_for_and_who_owns_what(directory,
     file = tmp_path / "recipe.toml"
     file.write_text(tiny_vlms.recipe_text(directory("llava"), f"[job]\ndump_folder = '{tmp_path}/out'"))
 
-    assert main(["check", str(file), "--weights"]) == 0
+    assert main(["check", str(file), "--weights", "--parameters"]) == 0
     said = capsys.readouterr().out
     assert "weights: logits differ from transformers' own by at most" in said
     assert json.loads((tmp_path / "out.self_check.json").read_text())
-    assert "#   model.vision_tower.encoder.layers.*.self_attn.q_proj.weight  (3)" in said
-    assert "#   lm_head.weight" in said
-    printed = said.partition("stands for:\n")[2].partition("weights:")[0]
+    assert "\n  model.vision_tower.encoder.layers.*.self_attn.q_proj.weight  (3)\n" in said
+    assert "\n  lm_head.weight\n" in said
+    printed = said.partition("stands for:\n")[2].partition("vision owns ")[0]
     again = printed + "[training]\nlocal_batch_size = 2\nglobal_batch_size = 8\ndtype = 'float64'"
     given = parse_recipe(file.read_text())
     written = parse_recipe(again)

@@ -1,8 +1,9 @@
 """Samples per second with worker processes against a plain torch DataLoader over the same tar shards, and bytes read.
 
 Images of 224 to 1,024 pixels and a conversation about each are written into tar shards in a temporary folder. Both
-sides read them by offset, decode and resize the images to 224 x 224, and tokenise the text, in as many worker
-processes, in the same order, into batches of the same size, whose images are one tensor. Both go through all images
+sides read them by offset, decode them, and call the same processor of transformers (LLaVA's, 336 x 336 pixels) with the
+conversation, in as many worker processes, in the same order, into batches of the same size, whose images are one
+tensor. Both go through all images
 several times, a few batches of the one and a few of the other in turns, so that what else the machine does slows both.
 The ratio is the median over turns; CPU time, which depends less on other processes, is shown beside it. Workers start
 before, and each side's first batches do not count. While a side has no turn its workers fill their queues, of the same
@@ -36,13 +37,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from hetmesh.data import Loader, make_source
-from hetmesh.data.chat import DEFAULT_TEMPLATE
-from hetmesh.data.images.image_processor import ImageProcessor
 from hetmesh.data.metadata_index import build_index
 from hetmesh.data.payload_workers import InWorkers
 from hetmesh.data.payloads import SplitSources
 from hetmesh.models.collate import stacked
-from word_tokenizer import save_word_tokenizer
+from surveying.tiny_config import make_tiny
+from surveying.tiny_processor import default_config, fit_config, save_processor
 
 JUDGES = ("src/hetmesh/data",)
 """What an output of it judges (`kept.py`)."""
@@ -50,7 +50,7 @@ JUDGES = ("src/hetmesh/data",)
 SMALLEST, LARGEST = 224, 1024
 PER_SHARD = 250
 SIDES = ("dataloader", "hetmesh")
-PROCESSOR = {"size": {"height": 224, "width": 224}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+SIDE = 336
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,11 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="hetmesh-loader-") as name:
         folder = Path(name)
         write_data(folder, args.images)
-        options = {
-            "path": str(folder / "*.tar"),
-            "tokenizer": str(folder / "tokenizer"),
-            "image_processor": str(folder / "processor"),
-        }
+        options = {"path": str(folder / "*.tar"), "processor": str(folder / "processor")}
         build_index(make_source("conversations", **options))
         passes = [take_turns(folder, options, args) for _ in range(args.passes)]
     seconds = {side: [each for one in passes for each in one.seconds[side]] for side in SIDES}
@@ -108,11 +104,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def write_data(folder: Path, images: int) -> None:
-    """Tar shards of images and conversations, a tokenizer of a few words and an image processor."""
-    words = ["<unk>", "<s>", "</s>", "<image>", "USER:", "ASSISTANT:", "what", "is", "this", "a", "picture"]
-    save_word_tokenizer(folder / "tokenizer", words, ["<image>"])
-    (folder / "processor").mkdir()
-    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    """Tar shards of images and conversations, and LLaVA's processor with a tokenizer of bytes."""
+    save_processor("llava", fit_config("llava", make_tiny(default_config("llava"))), folder / "processor")
+    file = folder / "processor" / "processor_config.json"
+    config = json.loads(file.read_text())
+    config["image_processor"] |= {"crop_size": {"height": SIDE, "width": SIDE}, "size": {"shortest_edge": SIDE}}
+    file.write_text(json.dumps(config))
     draw = random.Random(0)
     grid = np.mgrid[0 : 2 * LARGEST, 0 : 2 * LARGEST] / 40
     waves = np.stack([np.sin(grid[0]), np.cos(grid[1]), np.sin(grid[0] * grid[1] / 20)], -1)
@@ -140,10 +137,9 @@ class Plain(Dataset):
     """What one would write by hand: an image of a tar shard by its offset, and the tokens of its conversation."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoProcessor
 
-        self.processor = ImageProcessor.from_directory(folder / "processor", "image_processor")
-        self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        self.processor = AutoProcessor.from_pretrained(folder / "processor")
         self.places: list[tuple[Path, int, int, int, int]] = []
         for path in sorted(folder.glob("*.tar")):
             with tarfile.open(path) as archive:
@@ -161,14 +157,10 @@ class Plain(Dataset):
             record = json.loads(file.read(text_size))
             file.seek(image_at)
             data = file.read(image_size)
-        turns = [{"role": turn["role"], "content": _said(turn["content"])} for turn in record["messages"]]
-        text = self.tokenizer.apply_chat_template(turns, chat_template=DEFAULT_TEMPLATE, tokenize=False)
+        text = self.processor.apply_chat_template(record["messages"])
         with Image.open(io.BytesIO(data)) as image:
-            return self.processor(image), self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _said(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+            made = self.processor(images=image.convert("RGB"), text=text, return_tensors="pt")
+        return made["pixel_values"][0], made["input_ids"][0].tolist()
 
 
 def _stacked(samples: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[list[int]]]:
@@ -197,7 +189,7 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
             for drawn in batches:
                 samples = loader.load(drawn)
                 needed += sum(sample.bytes_needed for sample in samples)
-                yield stacked([sample.media["image"][0] for sample in samples])
+                yield stacked([sample.units["image"]["pixel_values"][0] for sample in samples])
 
         plain = DataLoader(
             Plain(folder),

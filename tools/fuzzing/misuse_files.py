@@ -37,7 +37,7 @@ def _prepare(root: Path) -> None:
     processor = {"size": 8, "crop_size": 8, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (root / "images").mkdir()
     (root / "images" / "preprocessor_config.json").write_text(
-        json.dumps({**processor, "feature_extractor_type": "CLIPFeatureExtractor", "do_resize": True})
+        json.dumps({**processor, "image_processor_type": "CLIPImageProcessor", "do_resize": True})
     )
     Image.new("RGB", (9, 12)).save(root / "good.png")
     data = (root / "good.png").read_bytes()

@@ -105,9 +105,12 @@ def _project(folder: Path) -> None:
     qwen |= {"size": {"shortest_edge": 32, "longest_edge": 200}, "processor_class": "Qwen3VLProcessor"}
     mean = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     _json(model / "preprocessor_config.json", {**qwen, **mean})
-    for name, how in (("short", {"size": {"shortest_edge": 8}}), ("square", {"size": 8, "crop_size": 8})):
+    for name, how in (
+        ("short", {"size": {"shortest_edge": 8}, "do_center_crop": False}),
+        ("square", {"size": 8, "crop_size": 8}),
+    ):
         (folder / name).mkdir()
-        _json(folder / name / "preprocessor_config.json", {**how, **mean, "do_resize": True})
+        _json(folder / name / "preprocessor_config.json", {**how, **mean, "image_processor_type": "CLIPImageProcessor"})
     tiles = {"size": {"height": 8, "width": 8}, "image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]], "do_pad": True}
     (folder / "tiles").mkdir()
     kind = {"image_processor_type": "LlavaOnevisionImageProcessor"}
@@ -283,7 +286,6 @@ def options(folder: Path, rng: random.Random, data: str) -> dict[str, Any]:
         "placeholders": {"image": "<|image_pad|>", "audio": "<audio>"},
         "chat_template": rng.choice((None, TEMPLATE)),
         "pad_to_square": rng.random() < 0.2,
-        "audio_frames": rng.choice(("padded", "counted", "own")),
     }
 
 

@@ -1,28 +1,26 @@
-"""One class of transformers: is it split, and do its parts compute and learn what the whole computes and learns?"""
+"""One class of transformers, as the directory that a user has: do its parts compute and learn what the whole does?"""
 
 from __future__ import annotations
 
-import contextlib
+import json
+import os
 import re
 import tempfile
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import torch
+from hetmesh.errors import HetmeshError, SampleError, SelfCheckError
+from surveying.samples import write_samples
 
-from hetmesh.errors import HetmeshError, SelfCheckError
-from surveying.tiny_config import make_tiny
-
-FP64 = 1e-9
-"""Largest relative error of losses, gradients and parameters of two steps."""
-
+STEPS = 3
+FP64 = 1e-10
+"""Largest relative error of losses, gradients and parameters of these steps."""
 
 NAMES = re.compile("tensors are none of|save_original_format")
 """Refusals of tensors by their names: saved in transformers' own form the model may be taken."""
-
 
 Judge = Callable[[str], dict[str, Any]]
 """(text of a recipe of a tiny model's directory) -> what the row says of its training; may raise HetmeshError."""
@@ -33,93 +31,58 @@ def survey(model_type: str, class_name: str, judge: Judge | None = None) -> dict
 
     `result` is `not_buildable`, `refused` (by what `hetmesh check` finds without weights), `refused_by_self_check`
     (what the first use of a directory runs), `passed`, `failed` (an error that is none of hetmesh's), or
-    `silently_wrong`: the self-check passes, and losses, gradients or parameters of two steps of training differ from
-    transformers' own. `split` is whether it comes apart into its parts, which a model does whose items cannot be handed
-    over.
+    `silently_wrong`: the self-check passes, and losses, gradients or parameters of three steps of training, in one
+    process or with every module on ranks of its own, differ from transformers' own. `split` is whether it comes apart
+    into its parts.
 
     Args:
-        judge: in place of the self-check and two steps in one process.
+        judge: in place of the self-check and the steps.
     """
-
-    def surveyed(small_images: bool, original_form: bool) -> dict[str, Any]:
-        return _surveyed(model_type, class_name, small_images, original_form, judge or _judged)
-
-    row = surveyed(True, True)
+    row = _surveyed(model_type, class_name, True, judge or _judged)
     if row["result"] == "refused" and NAMES.search(row["reason"]):
-        row = surveyed(True, False)
-    if row["result"] == "not_buildable" or (row["result"] == "refused" and row["split"] and "items" not in row):
-        other = surveyed(False, "saved_with" not in row)
-        row = other if other["result"] not in ("not_buildable", "refused") else row
+        row = _surveyed(model_type, class_name, False, judge or _judged)
     return row
 
 
-def _surveyed(
-    model_type: str, class_name: str, small_images: bool, original_form: bool, judge: Judge
-) -> dict[str, Any]:
+def _surveyed(model_type: str, class_name: str, original_form: bool, judge: Judge) -> dict[str, Any]:
+    from surveying.tiny_processor import tiny_directory
+
     row: dict[str, Any] = {"model_type": model_type, "class": class_name, "split": False}
     if not original_form:
         row["saved_with"] = "save_original_format=False"
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
+        path = Path(folder) / "model"
         try:
-            path = _saved(model_type, class_name, small_images, original_form, Path(folder) / "model")
+            tiny_directory(model_type, class_name, path, original_form)
         except Exception as error:  # whatever transformers makes of a config that it did not write
             return row | {"result": "not_buildable", "reason": _said(error)}
-        row |= _tried(path, row, judge)
+        row |= _tried(model_type, path, row, judge)
         return row | ({"reason": row["reason"].replace(f"{path}", "DIR")[:500]} if "reason" in row else {})
 
 
-def _saved(model_type: str, class_name: str, small_images: bool, original_form: bool, path: Path) -> Path:
-    """The directory of a tiny model with random weights, biases and norms included."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    model_class = getattr(transformers, class_name)
-    for axes in (False, True):
-        torch.manual_seed(7)
-        model = model_class(make_tiny(CONFIG_MAPPING[model_type](), small_images, axes)).eval()
-        try:
-            with contextlib.suppress(TypeError, ValueError):  # some want more than text
-                model(input_ids=torch.arange(2, 9)[None])
-            break
-        except RuntimeError:  # keys of a default config do not suit each other
-            if axes:
-                raise
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
-            else:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(path, save_original_format=original_form)
-    return path
-
-
-def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
-    from hetmesh.models.split.item_calls import apart
-    from hetmesh.models.split.whole_model import whole_model
+def _tried(model_type: str, path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
+    from hetmesh.models.split.whole_model import TOWERS, whole_model
     from hetmesh.models.weights.pretrained import Pretrained
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.resolve.resolved import resolve
-    from hetmesh.verify.self_check import _encoders
 
+    text = _recipe(path)
     try:
-        recipe = parse_recipe(_recipe(path, {}))
+        recipe = parse_recipe(text)
         whole = whole_model(Pretrained(path, "model.hf_path"))
-        row |= {
-            "split": True,
-            "parts": sorted(set(whole.owners.values())),
-            "mask": whole.family.mask,
-            "positions": whole.positions,
-        }
+        parts = sorted(set(whole.owners.values()))
+        row |= {"split": True, "parts": parts, "mask": whole.family.mask, "positions": whole.positions}
         _ = whole.checkpoint_names
-        calls = {at: each.call for at, each in _encoders(recipe, whole).items()}
-        row["items"] = {at: type(call).__name__ for at, call in calls.items()}
-        items = {at: apart(call, call.blank) for at, call in calls.items()}
-        text = _recipe(path, items, whole.around)
-        adapters = resolve(parse_recipe(text)).adapters
+        towers = {media for media, part in TOWERS.items() if part in recipe.modules}
+        names = write_samples(path.parent / "samples.json", sorted(towers))
+        row |= _samples_left(path, names)
+        if without := towers - {kind for name in row["samples"] for kind in name.split("+")}:
+            return row | {"result": "refused", "reason": f"its processor takes no {sorted(without)}: {row['dropped']}"}
+        resolved = resolve(recipe)
         row["abilities"] = {
-            key: adapters["llm"].abilities.because(key) if not getattr(adapters["llm"].abilities, key) else True
+            key: abilities.because(key) if not getattr(abilities, key) else True
+            for abilities in (resolved.adapters["llm"].abilities,)
             for key in ("activation", "token_sharded", "use_packed")
         }
     except HetmeshError as error:
@@ -132,41 +95,76 @@ def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
         return row | {"result": "refused", "reason": _said(error)}
 
 
+def _samples_left(path: Path, names: list[str]) -> dict[str, Any]:
+    """Leave those samples that the processor itself takes: some take one item a text, or no text alone."""
+    from hetmesh.data.conversations import ConversationsSource
+    from hetmesh.verify.processor_check import by_transformers
+
+    file, kept, dropped = path.parent / "samples.json", [], {}
+    source = ConversationsSource(str(file), processor=str(path))
+    assert source.preparation is not None
+    for i, name in enumerate(names):
+        try:
+            by_transformers(source, source.preparation, i)
+        except (SelfCheckError, SampleError) as error:
+            dropped[name] = _said(error)[:200]
+        else:
+            kept.append(i)
+    records = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps([records[i] for i in kept]), encoding="utf-8")
+    return {"samples": [names[i] for i in kept]} | ({"dropped": dropped} if dropped else {})
+
+
 def _judged(text: str) -> dict[str, Any]:
     from hetmesh.recipe.recipe import parse_recipe
+    from hetmesh.resolve.resolved import resolve
+    from hetmesh.verify.processor_check import check_processor
     from hetmesh.verify.self_check import self_check
 
     recipe = parse_recipe(text)
-    return {"max_difference": self_check(recipe), **_trained(recipe)}
+    (line,) = check_processor(resolve(recipe))
+    first, of = re.findall(r"\d+", line)[:2]
+    if first != of:
+        return {"result": "refused", "reason": line}
+    found: dict[str, Any] = {"processor": line, "max_difference": self_check(recipe)}
+    try:
+        return found | _trained(text)
+    except Exception as error:
+        if os.environ.get("SHOW_TRACEBACK"):
+            traceback.print_exception(error)
+        return found | {"result": "failed", "reason": _said(error)}
 
 
-def _trained(recipe: Any) -> dict[str, Any]:
-    """Two steps in fp64 beside transformers' own model, whose forward and backward share nothing with hetmesh's."""
+def _trained(text: str) -> dict[str, Any]:
+    """Steps in fp64 beside transformers' own model on what its own processor makes of the conversations."""
+    from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.testing import parity
     from support.whole_reference import whole_reference
+    from surveying.on_ranks import run_on_ranks
 
+    recipe = parse_recipe(text)
+    apart = _apart(recipe)
+    ranks = run_on_ranks(parse_recipe(text + apart), STEPS, len(recipe.modules))
+    truth = whole_reference(recipe, STEPS, processed=True)
     try:
-        error = parity.compare(whole_reference(recipe, 2), [parity.reference(recipe, 2)], FP64)
+        errors = [parity.compare(truth, outcomes, FP64) for outcomes in ([parity.reference(recipe, STEPS)], ranks)]
     except parity.ParityError as wrong:
         return {"result": "silently_wrong", "reason": _said(wrong)}
-    except Exception as error:
-        return {"result": "failed", "reason": _said(error)}
-    return {"result": "passed", "max_training_error": error}
+    return {"result": "passed", "max_training_error": errors[0], "max_error_on_ranks": errors[1]}
 
 
-def _recipe(path: Path, items: Mapping[str, Any], around: Mapping[str, Any] = MappingProxyType({})) -> str:
-    """Random samples of `items`, each a shape and a size, with tokens `around` them."""
-    given = items or {"image": ((3, 8, 8), ())}
-    kinds = ", ".join(f"{at} = {list(shape)}" for at, (shape, _) in given.items())
-    choices = ", ".join(f"{at} = [[{list(shape)}, {list(size)}]]" for at, (shape, size) in given.items())
-    beside = ", ".join(f"{at} = {list(tokens)}" for at, tokens in around.items())
-    options = f"kinds = {{ {kinds} }}, choices = {{ {choices} }}, around = {{ {beside} }}"
+def _apart(recipe: Any) -> str:
+    """Every module on a rank of its own, the samples in microbatches of one."""
+    tables = "".join(f"[parallelism.{name}]\nranks = [{i}]\n" for i, name in enumerate(recipe.modules))
+    return f"[parallelism]\npipeline_parallel_microbatch_size = 1\n{tables}"
+
+
+def _recipe(path: Path) -> str:
     return f"""
 [model]
 hf_path = '{path}'
-[data]
-source = "hetmesh.testing.sources:RandomMedia"
-options = {{ {options}, apart = true, max_text = 12, max_items = 2 }}
+[data.options]
+path = '{path.parent}/samples.json'
 [training]
 local_batch_size = 3
 dtype = "float64"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-LAYERS, HEADS, KV_HEADS, EXPERTS, CHOSEN, WIDE, VOCABULARY = 4, 4, 2, 4, 2, 64, 256
+LAYERS, HEADS, KV_HEADS, EXPERTS, CHOSEN, WIDE, VOCABULARY = 4, 4, 2, 4, 2, 64, 512
 FIRST_OTHER = 100
 """The smallest id of a token that means something and stands for no item; text of `RandomMedia` is below it."""
 
@@ -86,6 +86,7 @@ def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any
         old = _first(part, LAYER_KEYS)
         heads = _first(part, HEAD_KEYS)
         whole = heads and _first(part, ("head_dim",)) * heads == _first(part, sorted(WIDTH_KEYS))
+        kinds = list(vars(part).get("layer_types") or ())
         for key, value in list(vars(part).items()):
             if not key.startswith("_"):
                 changed = _changed(key, value, old, widths, tokens)
@@ -95,6 +96,13 @@ def make_tiny(config: Any, small_images: bool = True, axes: bool = False) -> Any
                     changed = into_text  # some default configs have another width there
                 if changed is not value:
                     setattr(part, key, changed)
+        if (spec := vars(part).get("_heterogeneity_spec")) is not None and old > LAYERS:
+            chosen = [spec.per_layer_overrides.get(i, {}) for i in _chosen(kinds or list(range(old)))]
+            part.per_layer_config = {
+                i: {key: _changed(key, value, old, widths, tokens) for key, value in values.items()}
+                for i, values in enumerate(chosen)
+                if values
+            }
         if whole:  # a width that another part has too may have other heads
             part.head_dim = _first(part, sorted(WIDTH_KEYS)) // _first(part, HEAD_KEYS)
         if part is not text and into_text and {"embed_dim", "hidden_size"} <= vars(part).keys():
@@ -199,12 +207,16 @@ def _placeholders(config: Any) -> dict[int, int]:
 
 def _representative(kinds: list[Any]) -> list[Any]:
     """`LAYERS` of the layers' kinds, each at least once if so many fit, in their order."""
+    return [kinds[i] for i in _chosen(kinds)]
+
+
+def _chosen(kinds: list[Any]) -> list[int]:
     try:
         first = sorted({kinds.index(kind) for kind in kinds})[:LAYERS]
     except TypeError:
         first = []
     rest = [i for i in range(len(kinds)) if i not in first]
-    return [kinds[i] for i in sorted([*first, *rest[: LAYERS - len(first)]])]
+    return sorted([*first, *rest[: LAYERS - len(first)]])
 
 
 def _near(value: Any) -> Any:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recipe."""
+    """The recipe, and what else to print or compare."""
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits.toml")
+    parser.add_argument("--parameters", action="store_true", help="also print which module has which parameters")
     parser.add_argument(
         "--weights",
         action="store_true",
@@ -24,16 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Check the recipe and print what it describes."""
+    """Check the recipe and print what it describes; what to think of it comes last."""
     with no_garbage_collection():
         recipe = load_recipe(args.recipe, overrides)
         resolved, lines = checked(recipe)
-    print("\n".join(lines))
-    if recipe.model.hf_path is not None:
-        from hetmesh.resolve.summary import expansion
+    from hetmesh.resolve.summary import expansion, parameters
 
-        print(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
-        print("\n".join(f"  {line}" for line in expansion(resolved)))
+    first_note = next((i for i, line in enumerate(lines) if line.startswith("note: ")), len(lines))
+    described = lines[:first_note]
+    if recipe.model.hf_path is not None:
+        described.append(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
+        described += (f"  {line}" for line in expansion(resolved))
+    if args.parameters:
+        described += parameters(resolved)
+    print(*described, *lines[first_note:], sep="\n", flush=True)
     if args.weights:
         from hetmesh.verify.self_check_process import compare
 
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[str]]:
-    """The recipe resolved, and its summary, after every check that one process can make.
+    """The recipe resolved, and its summary, notes last, after every check that one process can make.
 
     Args:
         files: whether to look for the files that samples name.

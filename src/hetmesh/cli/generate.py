@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whom to ask, what, and how the answer is drawn."""
     parser.add_argument("run", metavar="RUN|RECIPE", help="a run's dump folder, or a recipe whose modules have weights")
     parser.add_argument("question", nargs="?", help="what to ask; <image> in it stands for the next image")
-    parser.add_argument("--image", "--audio", dest="media", action=_Media, metavar="FILE", help="may be repeated")
+    media = ("--image", "--video", "--audio")
+    parser.add_argument(*media, dest="media", action=_Media, metavar="FILE", help="may be repeated")
     parser.add_argument("--sample", type=int, metavar="N", help="ask held-out sample N of the recipe's data instead")
     parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")

@@ -24,25 +24,25 @@ def text_with_instances(
     instances: Sequence[tuple[int, int]],
     *,
     instances_see: Sees = Sees.NOTHING,
-    shared: bool = False,
+    numbers: Sequence[int] = (),
 ) -> Mask:
     """One document: causal text with bidirectional instances in it.
 
     Args:
         length: tokens, instances included.
-        instances: `[start, stop)` of each image or recording, ascending and disjoint.
+        instances: `[start, stop)` of each image or recording, or of its parts, ascending and disjoint.
         instances_see: what instances see beside themselves; `Sees.TEXT` for the text that precedes them.
-        shared: all of them are one instance, as with one bit for all vision tokens.
+        numbers: above 0, equal for the parts of one instance; by default each is one of its own.
 
     Raises:
         LayoutError: instances overlap or leave the sequence.
     """
     segments: list[Segment] = []
     at = 0
-    for number, (start, stop) in enumerate(instances):
+    for number, (start, stop) in zip(numbers or range(1, len(instances) + 1), instances, strict=True):
         if at < start:
             segments.append(Segment(0, TEXT, at, start, Rule.CAUSAL, Sees.INSTANCES))
-        segments.append(Segment(0, 1 if shared else number + 1, start, stop, Rule.BIDIRECTIONAL, instances_see))
+        segments.append(Segment(0, number, start, stop, Rule.BIDIRECTIONAL, instances_see))
         at = stop
     if at < length:
         segments.append(Segment(0, TEXT, at, length, Rule.CAUSAL, Sees.INSTANCES))
@@ -52,25 +52,30 @@ def text_with_instances(
 def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask:
     """The mask of one expanded sample: its media items are instances, whatever their kind. Raises SampleError if media
     items overlap or leave the sample."""
-    spans: Intervals = tuple((item.position, item.position + item.rows) for item in sample.media)
+    parts = [(number, at, at + rows) for number, item in enumerate(sample.media, 1) for at, rows in item.spans]
+    spans: Intervals = tuple((start, stop) for _, start, stop in parts)
     edges = [edge for span in spans for edge in span]
     if edges != sorted(edges) or not all(0 <= edge <= sample.tokens for edge in edges):
         raise SampleError(
             f"sample {sample.id!r}: media must be in order, disjoint and within its {sample.tokens} tokens, got "
             f"{list(spans)}"
         )
-    return text_with_instances(sample.tokens, [s for s in spans if s[0] < s[1]], instances_see=instances_see)
+    filled = [part for part in parts if part[1] < part[2]]
+    numbers = [number for number, _, _ in filled]
+    return text_with_instances(
+        sample.tokens, [(start, stop) for _, start, stop in filled], instances_see=instances_see, numbers=numbers
+    )
 
 
 def runs_of_sample(sample: SampleMeta) -> Mask:
-    """`of_sample` with items that lie side by side as one instance, and instances that see all that lies before them:
-    as transformers has it for Gemma 3."""
+    """Rows that lie side by side are an instance, of whatever items, and instances see all that lies before them: as
+    transformers has it for Gemma 3."""
     runs: list[tuple[int, int]] = []
-    for start, stop in ((item.position, item.position + item.rows) for item in sample.media if item.rows):
+    for start, rows in (span for item in sample.media if item.rows for span in item.spans):
         if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
+            runs[-1] = (runs[-1][0], start + rows)
         else:
-            runs.append((start, stop))
+            runs.append((start, start + rows))
     return text_with_instances(sample.tokens, runs, instances_see=Sees.DOCUMENT)
 
 

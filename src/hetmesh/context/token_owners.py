@@ -12,6 +12,7 @@ from hetmesh.context.masks import lane_mask, media_mask
 from hetmesh.context.segments import Mask
 from hetmesh.context.token_assignment import assign
 from hetmesh.graph import ModuleSpec, SampleMeta
+from hetmesh.graph.sample import kinds_of
 from hetmesh.layout import Intervals
 from hetmesh.layout.intervals import extent
 
@@ -93,9 +94,10 @@ def owned_rows(
     runs: list[tuple[int, int, int]] = []  # first token, tokens, first row
     for sample, first, row in zip(samples, tokens.starts, starts, strict=True):
         for item in sample.media:
-            if item.name == at:
-                runs.append((first + item.position, item.rows, row))
-                row += item.rows
+            if item.name in kinds_of(at):
+                for position, rows in item.spans:
+                    runs.append((first + position, rows, row))
+                    row += rows
     ends = [token + count for token, count, _ in runs]
     kept: list[tuple[int, int]] = []
     for start, stop in tokens.kept(owner):
@@ -116,7 +118,7 @@ def share_media(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[Lane
     """The tokens of the media of one lane in one microbatch of an encoder whose ranks share them, and what they see of
     each other. No cut along `cp` splits a row. `samples` are expanded."""
     unit, ranks = module.tokens_per_row, module.mesh.axis_size("cp")
-    mask = media_mask([unit * item.rows for s in samples for item in s.media if item.name == module.media])
+    mask = media_mask([unit * i.rows for s in samples for i in s.media if i.name in kinds_of(module.media or "")])
     starts = tuple(itertools.accumulate((unit * s.rows.get(module.name, 0) for s in samples), initial=0))
     block = unit * max(1, min(BLOCK, starts[-1] // (4 * ranks)) // unit)
     shares = assign(mask, ranks, policy=module.assignment, block=block)

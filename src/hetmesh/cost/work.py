@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetmesh.graph import MetaArrays, ModuleGraph, SampleMeta
+from hetmesh.graph.sample import kinds_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
     rows = sample.rows.get(name, 0)
     if graph.inputs(name):
         return Work(rows)
-    items = [item.rows for item in sample.media if item.name == graph[name].media]
+    items = [item.rows for item in sample.media if item.name in kinds_of(graph[name].media or "")]
     reaching = sum(items)  # the LLM; what is between scales every item alike
     return Work(rows, round((rows / reaching) ** 2 * sum(item**2 for item in items)) if reaching else 0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hetmesh.data.source import Sample, Source, abilities_of
+from hetmesh.data.source import Sample, Source, abilities_of, units_left
 from hetmesh.files import json_object
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models import pretrained_of
@@ -48,6 +48,7 @@ class Continued:
         # A model may have more tokens than its tokenizer, and say them.
         self.vocab_size = max([base.vocab_size, *(token + 1 for answer in self.answers for token in answer)])
         self.placeholders: Mapping[str, int] = base.placeholders
+        self.values = abilities_of(base).values
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -64,7 +65,9 @@ class Continued:
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The payload of sample `index`."""
         sample, meta = self.base.load(self.indices[index], kinds), self.meta(index)
+        sample = units_left(sample, self.base.meta(self.indices[index]), meta)
         written = torch.tensor([*self.answers[index], self.pad_id])
         tokens = torch.cat([sample.tokens[: meta.targets[-1][0]], written])
         media = {kind: tuple(items)[: meta.num_items(kind)] for kind, items in sample.media.items()}
-        return replace(sample, tokens=tokens, media=media)
+        values = {name: value.new_ones(()) for name, value in sample.values.items()}  # of a loss that nobody reads
+        return replace(sample, tokens=tokens, media=media, values=values)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat_template import broken_lines, check_replacements, content_form, joins_texts, left_out, time_limit
-from hetmesh.data.turns import unread_keys
+from hetmesh.data.chat_template import (
+    broken_lines,
+    check_written,
+    content_form,
+    further_spans,
+    joins_texts,
+    left_out,
+    time_limit,
+)
+from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 
 DEFAULT_TEMPLATE = (
@@ -29,10 +36,12 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as tokens: their ids, and the `[start, stop)` spans of those that the assistant says."""
+    """A conversation as tokens: their ids, the `[start, stop)` spans of those that the assistant says, and the turn of
+    each of these."""
 
     ids: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]
+    turns: tuple[int, ...] = ()
 
 
 class Chat:
@@ -42,13 +51,10 @@ class Chat:
         folder: a Hugging Face directory with a fast tokenizer, none of whose code is run.
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
-        replacements: what the template writes for an item -> what is put in its place, as a model's processor does.
-        special_tokens: let the tokenizer add its own (a BOS) to a text that does not begin with one, as processors do.
         key: prefix of the recipe keys in errors.
 
     Raises:
-        RecipeError: there is no such tokenizer, a placeholder is not one token, or the template does not write
-            what is to be replaced.
+        RecipeError: there is no such tokenizer, or a placeholder is not one token.
     """
 
     def __init__(
@@ -57,9 +63,6 @@ class Chat:
         placeholders: Mapping[str, str],
         template: str | None = None,
         key: str = "[data.options]",
-        *,
-        replacements: Mapping[str, str] | None = None,
-        special_tokens: bool = False,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -85,18 +88,16 @@ class Chat:
         self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
         if len(set(self.placeholders.values())) < len(self.placeholders):
             raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
-        self._replacements, self._adds = dict(replacements or {}), special_tokens
-        self.reserved = frozenset((*self.texts.values(), *self._replacements))
+        self.reserved = frozenset(self.texts.values())
         with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
             """Kinds of media after which the template begins a new line."""
             self.joins_texts = joins_texts(self._apply, self._form)
-            check_replacements(self._apply, self._form, self.texts, self._replacements, key)
             with contextlib.suppress(SampleError):  # it may want more of a conversation
                 self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
-        self._backend = _backend_of(tokenizer, list(placeholders.values()), special_tokens)
+        self._backend = _backend_of(tokenizer, list(placeholders.values()))
         # Padding is never looked at, so any token but a placeholder will do.
         self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
 
@@ -110,40 +111,59 @@ class Chat:
             )
         return token
 
-    def encode(self, sample_id: str, messages: Sequence[tuple[str, str]], untrained: Collection[int] = ()) -> Encoded:
-        """The tokens of a conversation of `(role, text)` turns; those of the turns `untrained` are no targets.
+    @property
+    def takes_parts(self) -> bool:
+        """Whether the template takes media as parts of a turn, not as tokens in its text."""
+        return self._form is not str
 
-        Targets are the assistant's words and the special token that ends its turn; a token that begins in the text
-        before counts too. Never the first token, and no placeholder. Raises SampleError: the template fails, or changes
-        what the assistant says."""
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        answers = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
-        text = self._render(sample_id, messages)
-        marked = [(role, marks[i] if role == "assistant" else said) for i, (role, said) in enumerate(messages)]
-        spans = self._spans(
-            sample_id, text, self._render(sample_id, marked), [(marks[i], messages[i][1]) for i in answers]
-        )
-        spans = [span for i, span in zip(answers, spans, strict=True) if i not in untrained]
-        encoding = self.tokenizer(text, add_special_tokens=self._adds_to(text), return_offsets_mapping=True)
+    def encode(self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Encoded:
+        """The tokens of a conversation of `(role, text)` turns.
+
+        Targets are the assistant's words, calls of tools and reasoning as the template writes them, and the special
+        token that ends its turn; a token that begins in the text before counts too. Never the first token, and no
+        placeholder. Raises SampleError: the template fails, or changes what the assistant says."""
+        text, spans = self.text_and_spans(sample_id, messages, further)
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoding["input_ids"])
         fixed = set(self.placeholders.values())
-        chosen = [
-            i > 0 and token not in fixed and start < stop and any(a < stop and start < b for a, b in spans)
+        turns = [
+            next((turn for a, b, turn in spans if a < stop and start < b), None)
+            if i > 0 and token not in fixed and start < stop
+            else None
             for i, (token, (start, stop)) in enumerate(zip(ids, encoding["offset_mapping"], strict=True))
         ]
-        return Encoded(ids, _runs(chosen))
+        return Encoded(ids, _runs([turn is not None for turn in turns]), tuple(t for t in turns if t is not None))
 
-    def ids(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
+    def text_and_spans(
+        self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING
+    ) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+        """What the template writes, and the characters `(start, stop, turn)` of it that are targets; see `encode`."""
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        text = self._render(sample_id, messages, further=further)
+        found = self._ask(sample_id, partial(further_spans, end=self._end), messages, further)
+        answers = [i for i, (role, _) in enumerate(messages) if role == "assistant" and i not in found]
+        marked = [(role, marks[i] if i in answers else said) for i, (role, said) in enumerate(messages)]
+        plain = self._render(sample_id, marked, further=further)
+        spans = self._spans(sample_id, text, plain, [(marks[i], messages[i][1]) for i in answers])
+        found |= zip(answers, spans, strict=True)
+        return text, tuple((*found[i], i) for i in sorted(found) if i not in further.untrained)
+
+    def ids(self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> tuple[int, ...]:
         """The tokens of `encode` alone, in half the time. Raises SampleError: the template fails."""
-        text = self._render(sample_id, messages)
+        text = self._render(sample_id, messages, further=further)
         if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=self._adds_to(text)).ids)
-        return tuple(self.tokenizer(text, add_special_tokens=self._adds_to(text))["input_ids"])
+            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """The tokens of a conversation up to where the assistant speaks next.
+        """The tokens of a conversation up to where the assistant speaks next; see `prompt_text`."""
+        text = self.prompt_text(sample_id, messages)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-        They end with the template's own generation prompt, where `encode` has that before what the assistant says too;
+    def prompt_text(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
+        """The text of a conversation up to where the assistant speaks next.
+
+        It ends with the template's own generation prompt, where `encode` has that before what the assistant says too;
         else with what it has there, without spaces at the end, which tokenizers give to the word that follows. Raises
         SampleError: the template fails."""
         mark = "\ue000"
@@ -151,8 +171,7 @@ class Chat:
         if not found:
             raise SampleError(f"sample {sample_id!r}: the chat template does not give the assistant's turn")
         asked, plain = self._render(sample_id, messages, asks=True), self._render(sample_id, messages)
-        text = asked if before.startswith(asked) and len(asked) > len(plain) else before.rstrip(" ")
-        return tuple(self.tokenizer(text, add_special_tokens=self._adds_to(text))["input_ids"])
+        return asked if before.startswith(asked) and len(asked) > len(plain) else before.rstrip(" ")
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -206,47 +225,37 @@ class Chat:
             return None
         return last if self.tokenizer.convert_ids_to_tokens(last) in self._special else None
 
-    def _adds_to(self, text: str) -> bool:
-        """Whether the tokenizer adds its special tokens to a text."""
-        return self._adds and not (self.tokenizer.bos_token and text.startswith(self.tokenizer.bos_token))
-
-    def turns(self, messages: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    def turns(self, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> list[dict[str, Any]]:
         """Messages in the form in which the template takes them."""
-        return [{"role": role, "content": self._form(text)} for role, text in messages]
+        keys = further.keys or [{}] * len(messages)
+        pairs = zip(messages, keys, strict=True)
+        return [{"role": role, "content": self._form(text), **more} for (role, text), more in pairs]
 
-    def check_unread(self, sample_id: str, messages: Sequence[tuple[str, str]], record: Mapping[str, Any]) -> None:
-        """Check that the template writes the same when it gets all keys of the turns of `record`, of which `messages`
-        have roles and contents alone. Raises SampleError: it writes something else, or fails."""
-        unread = unread_keys(record)
-        turns = self.turns(messages) if any(unread) else []
-        for key in dict.fromkeys(key for keys in unread for key in keys):
-            pairs = zip(turns, unread, strict=True)
-            complete = [{**turn, **({key: keys[key]} if key in keys else {})} for turn, keys in pairs]
-            try:
-                reads = self._apply(complete) != self._render(sample_id, messages)
-            except SampleError:
-                raise
-            except Exception:  # a template may raise anything
-                reads = True
-            if reads:
-                raise SampleError(
-                    f"sample {sample_id!r}: the chat template reads {key!r} of a turn, which it is not given; "
-                    "leave the sample out"
-                )
+    def check_written(self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further) -> None:
+        """Raise SampleError where the template fails, or leaves something out (`chat_template.check_written`)."""
+        self._ask(sample_id, check_written, messages, further)
 
-    def _render(self, sample_id: str, messages: Sequence[tuple[str, str]], asks: bool = False) -> str:
+    def _ask(
+        self, sample_id: str, function: Callable[..., Any], messages: Sequence[tuple[str, str]], further: Further
+    ) -> Any:
         try:
-            return self._apply(self.turns(messages), asks)
+            return function(self._apply, self.turns(messages, further), further, self._form)
+        except ValueError as error:
+            raise SampleError(f"sample {sample_id!r}: {error}") from error
         except Exception as error:  # a template may raise anything
             raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
 
-    def _apply(self, turns: Sequence[Mapping[str, Any]], asks: bool = False) -> str:
-        options = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": asks}
-        text = self.tokenizer.apply_chat_template(turns, **options)
-        if not self._replacements:
-            return text
-        pattern = "|".join(map(re.escape, self._replacements))
-        return re.sub(pattern, lambda found: self._replacements[found[0]], text)
+    def _render(
+        self, sample_id: str, messages: Sequence[tuple[str, str]], asks: bool = False, further: Further = NOTHING
+    ) -> str:
+        try:
+            return self._apply(self.turns(messages, further), asks, further.tools)
+        except Exception as error:  # a template may raise anything
+            raise SampleError(f"sample {sample_id!r}: the chat template refuses it: {error}") from error
+
+    def _apply(self, turns: Sequence[Mapping[str, Any]], asks: bool = False, tools: Any = None) -> str:
+        options = {"chat_template": self.template, "tokenize": False, "add_generation_prompt": asks, "tools": tools}
+        return self.tokenizer.apply_chat_template(turns, **options)
 
     def _spans(self, sample_id: str, text: str, marked: str, turns: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
         """Where in `text` the assistant's turns are, given the same with a mark in place of each."""
@@ -285,19 +294,17 @@ class Chat:
 _PROBE = " A word, 2 words\n\tand more: \u00e4\u4e2d\U0001f600 "
 
 
-def _backend_of(tokenizer: Any, placeholders: Sequence[str], special_tokens: bool) -> Any:
+def _backend_of(tokenizer: Any, placeholders: Sequence[str]) -> Any:
     """What does the work behind `tokenizer`, at a quarter of the price for short texts; None where transformers does
     something of its own before or after."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     texts = [_PROBE, *(_PROBE + text + _PROBE + text for text in [*placeholders, *tokenizer.all_special_tokens])]
-    for adds in (False, True) if special_tokens else (False,):
-        by_tokenizer = [tokenizer(text, add_special_tokens=adds)["input_ids"] for text in texts]  # which also turns off
-        # truncation and padding that a tokenizer.json may ask for
-        if by_tokenizer != [backend.encode(text, add_special_tokens=adds).ids for text in texts]:
-            return None
-    return backend
+    by_tokenizer = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # which also turns off
+    # truncation and padding that a tokenizer.json may ask for
+    same = by_tokenizer == [backend.encode(text, add_special_tokens=False).ids for text in texts]
+    return backend if same else None
 
 
 def _runs(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:

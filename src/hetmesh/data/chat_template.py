@@ -9,6 +9,7 @@ lets it see nothing but its input, and here it is interrupted. What it may build
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import time
@@ -18,13 +19,20 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from hetmesh.data.turns import CALLS, ROLES, Further
 from hetmesh.errors import RecipeError
 
 Form = Callable[[str], Any]
 """From a turn's text, with placeholders where media are, to the content that a template gets."""
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str]
+Turns = Sequence[Mapping[str, Any]]
+"""As a template gets them."""
+
+Render = Callable[[Turns], str]
 """From turns of `role` and `content` to text; may raise anything."""
+
+Apply = Callable[..., str]
+"""From turns, whether the assistant speaks next (`asks`), and `tools` to text; may raise anything."""
 
 _MARKS = ("\ue010", "\ue011", "\ue012")
 
@@ -104,31 +112,87 @@ def left_out(render: Render, form: Form, placeholders: Mapping[str, str]) -> lis
     return [kind for kind, token in placeholders.items() if _written(render, parts, token) == ""]
 
 
-def check_replacements(
-    render: Render, form: Form, placeholders: Mapping[str, str], replacements: Mapping[str, str], key: str
-) -> None:
-    """Check that a template writes for an item what is to be replaced.
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold a trace of reasoning."""
+
+
+def check_written(apply: Apply, turns: Turns, further: Further, form: Form) -> None:
+    """Raise ValueError for what of a conversation a template writes nothing of: calls, tools, what is said beside calls
+    and by others than user and assistant, and reasoning, unless it only drops that of earlier answers."""
+    if not (further.tools or any(further.keys) or any(turn["role"] not in ROLES.values() for turn in turns)):
+        return
+    whole, mark = apply(turns, tools=further.tools), _MARKS[0]
+
+    def alike(others: Turns, tools: Any) -> bool:
+        try:
+            return apply(others, tools=tools) == whole
+        except Exception:  # a template may raise anything: it has read what is missing
+            return False
+
+    ignored = ["'tools'"] if further.tools and alike(turns, None) else []
+    for key in {key: None for keys in further.keys for key in keys if key in (*CALLS, *THOUGHTS)}:
+        if alike([{k: v for k, v in turn.items() if k != key} for turn in turns], further.tools):
+            last = [{"role": "user", "content": form("a")}, {"role": "assistant", "content": form("b"), key: mark}]
+            ignored += [repr(key)] if key in CALLS or mark not in apply(last) else []
+    for i, turn in enumerate(turns):
+        if turn["role"] not in ROLES.values() or (turn["content"] and any(key in turn for key in CALLS)):
+            others = [*turns[:i], {**turn, "content": form(mark)}, *turns[i + 1 :]]
+            ignored += [f"what {turn['role']!r} says"] if alike(others, further.tools) else []
+    if ignored:
+        hint = "remove it from the data, or give a chat_template that writes it"
+        raise ValueError(f"the chat template writes nothing of {ignored[0]}; {hint}")
+
+
+def further_spans(
+    apply: Apply, turns: Turns, further: Further, form: Form, end: Callable[[str], int]
+) -> dict[int, tuple[int, int]]:
+    """Where in the text those of the assistant's turns are of which the template writes more than their content, calls
+    of tools or reasoning: `[start, stop)` from its generation prompt to the special token that ends the turn, found by
+    what it writes of a plain answer in their place.
 
     Args:
-        render: the template, with its texts replaced.
-        replacements: what it writes for an item -> what is in its place.
+        end: how many characters at the start of a text end a turn.
 
     Raises:
-        RecipeError: what is in its place has no placeholder, or the template does not write it.
+        ValueError: it writes something else around the plain answer, the next turn within this one, or refuses these.
     """
-    for before, text in replacements.items():
-        inside = [token for token in placeholders.values() if token in text]
-        if not inside:
-            raise RecipeError(
-                f"{key} replacements: {text!r}, for {before!r}, must hold one of the placeholders "
-                f"{sorted(placeholders.values())}"
-            )
-        written = _written(render, form, inside[0])
-        if written is None or text.strip() not in written:
-            raise RecipeError(
-                f"{key} replacements: the chat template does not write {before!r} for an item but {written!r}, so it "
-                f"would not become {text!r}; give the chat_template of the model, or one that writes {before!r}"
-            )
+    more = [i for i, keys in enumerate(further.keys) if keys and turns[i]["role"] == "assistant"]
+    text, mark, spans = apply(turns, tools=further.tools) if more else "", _MARKS[0], dict[int, tuple[int, int]]()
+
+    def with_turn(i: int, turn: Mapping[str, Any]) -> str:
+        return apply([*turns[:i], turn, *turns[i + 1 :]], tools=further.tools)
+
+    for i in more:
+        contents = form("") if turns[i]["content"] is None else turns[i]["content"], form(mark)
+        try:
+            bare, plain = (with_turn(i, {"role": "assistant", "content": said}) for said in contents)
+            later = with_turn(i + 1, {**turns[i + 1], "content": form(mark)}).find(mark) if turns[i + 1 :] else -1
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"where answer {i} begins is not known: without {sorted(further.keys[i])} {error}"
+            ) from error
+        if bare == text:
+            continue
+        before, found, after = plain.partition(mark)
+        start = max(len(os.path.commonprefix([before, text])), len(before.rstrip()))  # noqa: RUF071  (of characters)
+        if (prompt := _generation_prompt(apply, form)) and prompt in before:
+            start = before.rfind(prompt) + len(prompt)
+        after = after[end(after) :]
+        stop = len(text) - len(after)
+        fits = text.startswith(before[:start]) and text.endswith(after) and start < stop and not 0 <= later < stop
+        if not found or not fits:
+            keys = sorted(further.keys[i])
+            raise ValueError(f"where answer {i} is, is not known: {keys} change what is written around it")
+        spans[i] = start, stop
+    return spans
+
+
+def _generation_prompt(apply: Apply, form: Form) -> str:
+    try:
+        asked, plain = (apply([{"role": "user", "content": form("a")}], asks) for asks in (True, False))
+    except Exception:  # a template may ask more of a conversation
+        return ""
+    return asked.removeprefix(plain)
 
 
 def _written(render: Render, form: Form, token: str) -> str | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -16,20 +17,27 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
-from hetmesh.data.images.image_settings import COMBINED, FILE
-from hetmesh.data.media_reader import FRAMES, KEY, MediaReader
+from hetmesh.data.media_reader import KEY, MediaReader, reading
 from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
+from hetmesh.data.preparation import Preparation, Turns
 from hetmesh.data.source import Sample, SourceAbilities, wants
+from hetmesh.data.stores.columns import Columns
 from hetmesh.data.stores.open_store import check_exist, find_files, open_store
 from hetmesh.data.stores.store import Blob, FileSpan, Record, data_url
 from hetmesh.data.stores.tar_shards import extension
-from hetmesh.data.turns import DATA_URL, MARKS, check_unread, is_file_name, media_of, turns_of, untrained_turns
+from hetmesh.data.turns import DATA_URL, MARKS, check_unread, further_of, is_file_name, media_of, turns_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.split.processor import PROCESSOR_FILES
 
-KINDS = ("image", "audio")
-SETTINGS_FILES = (*FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", FILE, COMBINED)
+KINDS = ("image", "video", "audio")
+SETTINGS_FILES = (
+    *FILES,
+    *PROCESSOR_FILES,
+    *("special_tokens_map.json", "added_tokens.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "video_preprocessor_config.json",
+)
 """Files of a tokenizer or processor that metadata depends on."""
 
 CACHED_CONVERSATIONS = 4096
@@ -42,11 +50,8 @@ class _Conversation:
     encoded: Encoded
     media: tuple[tuple[str, Blob], ...]
     size: int  # of its text
-
-    @property
-    def alone(self) -> bool:
-        """Whether it has one image at most."""
-        return sum(kind == "image" for kind, _ in self.media) < 2
+    turns: Turns | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class ConversationsSource:
@@ -61,16 +66,15 @@ class ConversationsSource:
     (`hetmesh index`) neither.
 
     Args:
-        path: a JSON file (one record per line, or a list), tar shards (`"shards/*.tar"`, as webdataset has them), or
-            tables (`*.parquet`, `*.arrow`, or a folder that Hugging Face datasets saved); see `stores` and `tables`.
+        path: a JSON file (one record per line, or a list), a CSV file, tar shards (`"shards/*.tar"`, as webdataset and
+            img2dataset have them), or tables (`*.parquet`, `*.arrow`, or a folder that Hugging Face datasets saved).
+        processor: a Hugging Face directory whose own processor (`AutoProcessor`) prepares text and media; tokenizer,
+            processors of single media and placeholders are then not named.
+        processor_options: what it takes besides (`max_pixels`, `num_frames`, ...).
         tokenizer: a Hugging Face directory with a fast tokenizer.
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
-        audio_processor: the same for `.wav` files (WhisperFeatureExtractor); `.npy` files hold features.
-        image_tiles: whether images are cut into tiles by processors that can (LLaVA-OneVision's, InternVL's); absent:
-            as the directory says.
-        audio_frames: how many frames a `.wav` file has: `"padded"` to the extractor's length, `"counted"` (the same,
-            and the model gets the number before padding), or its `"own"`.
+        audio_processor: the same for recordings (WhisperFeatureExtractor); `.npy` files hold features.
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent. No file elsewhere is read; a list
             names further folders in which files may lie.
@@ -78,9 +82,7 @@ class ConversationsSource:
         pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
         validation_path: the same of held-out conversations, those of the split `"validation"`.
         index: use the index beside the data (`hetmesh index`), if there is one.
-        replacements: what the chat template writes for an item -> what is put in its place, with the placeholder in it,
-            before anything is tokenised.
-        special_tokens: let the tokenizer add its own (a BOS) where the template does not begin with a BOS.
+        columns, prompt, values: how records are read (`Columns`), and their numbers for a custom loss (`further_of`).
 
     Raises:
         RecipeError: a file or directory is missing (all that are) or cannot be used; no such split; a stale index.
@@ -89,7 +91,7 @@ class ConversationsSource:
     def __init__(
         self,
         path: str,
-        tokenizer: str,
+        tokenizer: str | None = None,
         image_processor: str | None = None,
         audio_processor: str | None = None,
         placeholders: Mapping[str, str] | None = None,
@@ -99,40 +101,46 @@ class ConversationsSource:
         validation_path: str | None = None,
         split: str = "train",
         index: bool = True,
-        replacements: Mapping[str, str] | None = None,
-        special_tokens: bool = False,
-        audio_frames: str = "padded",
-        image_tiles: bool | None = None,
+        processor: str | None = None,
+        processor_options: Mapping[str, Any] | None = None,
+        columns: Mapping[str, str] | None = None,
+        prompt: str = "",
+        values: Sequence[str] = (),
     ) -> None:
+        if (processor is None) == (tokenizer is None):
+            raise RecipeError(f"{KEY} processor, tokenizer: one of them, and not both, must be given")
+        own = {"image_processor": image_processor, "audio_processor": audio_processor, "placeholders": placeholders}
+        if processor is not None and (given := [name for name, value in own.items() if value is not None]):
+            raise RecipeError(f"{KEY} {', '.join(given)}: the processor of {processor!r} says it; leave it out")
         placeholders = {"image": "<image>"} if placeholders is None else placeholders
         if unknown := sorted(set(placeholders) - set(KINDS)):
             raise RecipeError(f"{KEY} placeholders: unknown kinds of media {unknown}; valid are {list(KINDS)}")
-        if audio_frames not in FRAMES:
-            raise RecipeError(f"{KEY} audio_frames: must be one of {list(FRAMES)}, got {audio_frames!r}")
         if split not in ("train", "validation") or (split == "validation" and validation_path is None):
             held_out = "" if validation_path else ", 'validation' needs validation_path"
             raise RecipeError(f"{KEY} split: must be 'train' or 'validation'{held_out}, got {split!r}")
         folders = {"tokenizer": tokenizer, "image_processor": image_processor, "audio_processor": audio_processor}
+        folders["processor"] = processor
         places = [media_folder] if isinstance(media_folder, str) else list(media_folder or ())
         named = [*folders.items(), *(("media_folder", place) for place in places)]
         check_exist({"path": path, "validation_path": validation_path}, named, KEY)
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
-        writes: dict[str, Any] = {"replacements": replacements, "special_tokens": special_tokens}
-        self._chat = Chat(Path(tokenizer).expanduser(), placeholders, chat_template, **writes)
+        self.preparation: Preparation | None = None
+        if processor is not None:
+            folder = Path(processor).expanduser()
+            self.preparation = Preparation(folder, processor_options or {}, chat_template, KEY)
+            self._chat = self.preparation.chat
+        else:
+            self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
-        self.placeholders: Mapping[str, int] = self._chat.placeholders
-        self._reader = MediaReader(
-            image_processor, audio_processor, pad_to_square=pad_to_square, tiles=image_tiles, frames=audio_frames
-        )
-        options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template, **writes}
+        self.placeholders: Mapping[str, int] = (self.preparation or self._chat).placeholders
+        self._reader = MediaReader(image_processor, audio_processor, pad_to_square=pad_to_square)
+        options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template}
         options["pad_to_square"] = pad_to_square
-        if image_processor is not None:  # older indices have sizes before images were turned as EXIF says
-            options["images"] = "upright"
-        if audio_frames != "padded":  # older indices do not name it
-            options["audio_frames"] = audio_frames
-        if image_tiles is not None:
-            options["image_tiles"] = image_tiles
+        if processor is not None:
+            options = {"processor_options": processor_options or {}, "chat_template": chat_template}
+            options["transformers"] = version("transformers")
+        options |= {k: v for k, v in (("columns", columns), ("prompt", prompt), ("values", list(values))) if v}
         if self._chat.breaks:
             options["breaks"] = sorted(self._chat.breaks)
         read = [Path(folder).expanduser() for folder in folders.values() if folder is not None]
@@ -143,7 +151,9 @@ class ConversationsSource:
         if index:
             indexed = load_index(self.index_path, self._inputs(find_files(str(self.path), key)))
         self._known, arrays = (None, None) if indexed is None else indexed
-        self._store = open_store(str(self.path), [Path(place).expanduser() for place in places], key, arrays)
+        self.values, roots = tuple(values), [Path(place).expanduser() for place in places]
+        self._columns = Columns(columns, prompt, self.values)
+        self._store = open_store(str(self.path), roots, key, arrays, self._columns)
         self._conversation = lru_cache(CACHED_CONVERSATIONS)(self._read)
 
     def __len__(self) -> int:
@@ -176,10 +186,12 @@ class ConversationsSource:
         if self._known is not None:
             return self._known.meta(index)
         conversation = self._conversation(index)
+        if self.preparation is not None and conversation.turns is not None:
+            return self.preparation.meta(conversation.id, conversation.turns, conversation.media)
         fixed = set(self.placeholders.values())
         positions = [i for i, token in enumerate(conversation.encoded.ids) if token in fixed]
         items = tuple(
-            self._reader.item(conversation.id, kind, blob, position, alone=conversation.alone)
+            self._reader.item(conversation.id, kind, blob, position)
             for position, (kind, blob) in zip(positions, conversation.media, strict=True)
         )
         return SampleMeta(conversation.id, len(conversation.encoded.ids), items, conversation.encoded.targets)
@@ -189,21 +201,30 @@ class ConversationsSource:
         recordings (`[mel bins, frames]`), float32. Raises SampleError: a media file cannot be read."""
         conversation = self._conversation(index)
         media: dict[str, list[Tensor]] = {}
-        read = conversation.size
+        read = needed = conversation.size
         for kind, blob in conversation.media:
             if wants(kinds, kind):
-                tensor, size = self._reader.load(conversation.id, kind, blob, alone=conversation.alone)
+                with reading(conversation.id, blob):
+                    needed += blob.length
+        if self.preparation is not None and conversation.turns is not None:
+            _, sample = self.preparation.load(conversation.id, conversation.turns, conversation.media, kinds)
+            return replace(sample, bytes_read=read + sample.bytes_read, bytes_needed=needed)
+        for kind, blob in conversation.media:
+            if wants(kinds, kind):
+                tensor, size = self._reader.load(conversation.id, kind, blob)
                 media.setdefault(kind, []).append(tensor)
                 read += size
-        needed = conversation.size + sum(blob.length for kind, blob in conversation.media if wants(kinds, kind))
         tokens = torch.from_numpy(np.array(conversation.encoded.ids, np.int64))
-        return Sample(conversation.id, tokens, media, read, needed)
+        return Sample(conversation.id, tokens, media, read, needed, values=conversation.values)
 
     @property
     def abilities(self) -> SourceAbilities:
         """All that there are; with an index it has the metadata of its samples as arrays."""
         metas = None if self._known is None else self._known.take
-        return SourceAbilities(metas, self.check_files, self.decode, lambda: self.end_ids, lambda: self._chat.notes)
+        return SourceAbilities(metas, self.check_files, self.decode, lambda: self.end_ids, self._notes, self.values)
+
+    def _notes(self) -> tuple[str, ...]:
+        return *self._chat.notes, *self._columns.notes
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -228,7 +249,11 @@ class ConversationsSource:
         if any(part["type"] not in part for part in parts):
             raise SampleError(f"{name}: more marks in the text than files, of which there are {len(files)}")
         named: list[tuple[str, str | None]] = []
-        ids = self._chat.prompt(name, [("user", self._text(name, parts, named))])
+        messages = [("user", self._text(name, parts, named))]
+        if self.preparation is not None:
+            blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
+            return self.preparation.load(name, self.preparation.question(name, messages), blobs)
+        ids = self._chat.prompt(name, messages)
         if (written := self._kinds_in(ids)) != [kind for kind, _ in named]:
             raise SampleError(f"{name}: the chat template makes placeholders of {written} of {[k for k, _ in named]}")
         blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
@@ -247,10 +272,11 @@ class ConversationsSource:
         ids = itertools.takewhile(lambda token: token not in self.end_ids, map(int, tokens))
         return self._chat.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
-    def turns(self, index: int) -> tuple[list[dict[str, Any]], list[tuple[str, Blob]]]:
-        """Conversation `index` as the chat template takes it, and its media in order."""
-        _, _, messages, media = self._record(index)
-        return self._chat.turns(messages), media
+    def turns(self, index: int) -> tuple[list[dict[str, Any]], Sequence[Any] | None, list[tuple[str, Blob]]]:
+        """Conversation `index` as the chat template takes it, its tools, and its media in order."""
+        stored, _, messages, media = self._record(index)
+        further = further_of(stored.value, self.values)
+        return self._chat.turns(messages, further), further.tools, media
 
     def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
         """Look for the media files that conversation `index` names, of these kinds, and open none. Gives the extensions
@@ -270,16 +296,21 @@ class ConversationsSource:
 
     def _read(self, index: int) -> _Conversation:
         stored, name, messages, media = self._record(index)
-        if self._known is None:
-            encoded = self._chat.encode(name, messages, untrained_turns(stored.value))
+        further = further_of(stored.value, self.values)
+        if self.preparation is not None:
+            turns = self.preparation.turns(name, messages, further)
+            return _Conversation(name, Encoded((), ()), tuple(media), stored.size, turns)
+        if self._known is None or self.values:
+            encoded = self._chat.encode(name, messages, further)
         else:  # the index has the targets
-            encoded = Encoded(self._chat.ids(name, messages), ())
+            encoded = Encoded(self._chat.ids(name, messages, further), ())
         if (written := self._kinds_in(encoded.ids)) != (kinds := [kind for kind, _ in media]):
             raise SampleError(
                 f"sample {name!r}: its text has placeholders of {written}, its media are {kinds}; "
                 "does the chat template drop some, or add its own?"
             )
-        return _Conversation(name, encoded, tuple(media), stored.size)
+        values = {k: torch.from_numpy(np.array(of)[[*encoded.turns]]) for k, of in further.values.items()}
+        return _Conversation(name, encoded, tuple(media), stored.size, values=values)
 
     def _record(self, index: int) -> tuple[Record, str, list[tuple[str, str]], list[tuple[str, Blob]]]:
         """Record `index`: its sample's id, turns as role and text, and its media."""
@@ -292,8 +323,8 @@ class ConversationsSource:
             if record.get("id") is not None:
                 name = str(record["id"])
             turns = turns_of(record, self._chat.breaks)
-            untrained_turns(record)  # whose weights are read with the tokens
             check_unread(record, self._chat.joins_texts)
+            further = further_of(record, self.values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if record is not None and type(error) is ValueError:  # whose text says what is wrong
                 raise SampleError(f"sample {name!r}: {error}") from error
@@ -302,7 +333,7 @@ class ConversationsSource:
             ) from error
         named: list[tuple[str, str | None]] = []
         messages = [(role, self._text(name, content, named)) for role, content in turns]
-        self._chat.check_unread(name, messages, record)
+        self._chat.check_written(name, messages, further)
         media: list[tuple[str, Blob]] = []
         for at, (kind, value) in enumerate(named):
             before = sum(other == kind for other, _ in named[:at])

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from hetmesh.data.images.image_processor import load_upright, open_image
+from hetmesh.data.images import load_upright, open_image
 from hetmesh.data.source import Sample, SourceAbilities, wants
 from hetmesh.data.stores.store import MALFORMED_FILE, FileSpan
 from hetmesh.errors import RecipeError, SampleError
@@ -117,7 +117,7 @@ class DigitsSource:
             a, b = pairs[int(draw() * len(pairs))]
             return Question(kind, f"add {a}+{b}=", str(a + b))
         number = SUM_IMAGES if kind == "sum" else self._number(draw())
-        pool = _pool(self.split)
+        pool = images_of(self.split)
         images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
         digits = [int(data_set()[1][i]) for i in images]
         answer = str(sum(digits)) if kind == "sum" else "".join(map(str, digits))
@@ -257,7 +257,7 @@ def data_set() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _pool(split: str) -> tuple[int, ...]:
+def images_of(split: str) -> tuple[int, ...]:
     """Images that questions of a split may show. The order is that of a hash, the same for every seed."""
     order = sorted(range(len(data_set()[1])), key=lambda i: random.Random(f"image/{i}").random())
     return tuple(order[:HELD_OUT_IMAGES] if split == "validation" else order[HELD_OUT_IMAGES:])

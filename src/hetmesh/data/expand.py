@@ -3,24 +3,28 @@
 `Expander` expands the metadata of many samples at once. It is pure, so every rank plans the same shapes without loading
 anything. `expand_tokens` then does exactly the same to a payload. Nothing is ever padded to make counts agree.
 
+A placed item (`MediaItem.runs`) has its rows already, and keeps them: no count is asked for.
+
 **What is cut.** A sample longer than `seq_len` keeps the longest prefix of at most `seq_len` tokens that ends outside
-a media item. So a media item survives whole or is dropped whole, every surviving target still sees the whole context
-it had, and no answer about a dropped image survives. A sample whose targets are all cut is legal: it has no loss. A
-sample of which nothing is left, because it starts with a media item of more than `seq_len` rows, is an error.
+a media item. So a media item survives whole or is dropped whole, with the text between its runs, every surviving target
+still sees the whole context it had, and no answer about a dropped image survives. A sample whose targets are all cut is
+legal: it has no loss. A sample of which nothing is left, because it starts with a media item of more than `seq_len`
+tokens, is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from hetmesh.data.source import Sample, check_meta, check_sample, wants
+from hetmesh.data.source import Sample, check_meta, check_sample, units_left, wants
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, shape_of, size_of
-from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, gathered, shape_of, size_of
+from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
 
 RowCount = Callable[[tuple[int, ...]], int]
 """From a media item's `extent` to a number of rows."""
@@ -54,12 +58,13 @@ class ExpandedArrays:
 @dataclass(frozen=True, eq=False)
 class Expander:
     """Gives every media item its rows: its placeholder becomes that many; positions and target spans move along. An
-    item that takes exactly its rows already (a source that expands by itself) is left as it is.
+    item that takes exactly its rows already (a source that expands by itself) and a placed one are left as they are.
 
     Attributes:
         seq_len: longest sequence, in expanded tokens; see above for what is cut. None cuts nothing.
         module_rows: fills `SampleMeta.rows`, with what is left after the cut.
         position_ids: fills `SampleMeta.position_ids`; it is given the expanded and cut metadata.
+        placed_rows: rows that a module emits per row of a placed item, where that is not 1.
 
     Raises:
         RecipeError: `seq_len` is below 1.
@@ -69,6 +74,7 @@ class Expander:
     seq_len: int | None = None
     module_rows: ModuleRows | None = None
     position_ids: PositionIds | None = None
+    placed_rows: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         if self.seq_len is not None and self.seq_len < 1:
@@ -88,11 +94,13 @@ class Expander:
         if meta.position_ids is not None:
             raise SampleError(f"sample {meta.id!r}: position_ids are set after expansion, by the model that needs them")
         rows = [self._checked_rows(meta.id, item) for item in meta.media]
-        if self.seq_len is not None and rows and meta.media[0].position == 0 and rows[0] > self.seq_len:
-            raise SampleError(
-                f"sample {meta.id!r}: nothing fits into seq_len {self.seq_len}: its first {meta.media[0].name!r} takes "
-                f"{rows[0]} rows; raise [training] seq_len or shrink the item"
-            )
+        if self.seq_len is not None and rows and meta.media[0].position == 0:
+            first = meta.media[0]
+            if (tokens := first.stop if first.runs else rows[0]) > self.seq_len:
+                raise SampleError(
+                    f"sample {meta.id!r}: nothing fits into seq_len {self.seq_len}: its first {first.name!r} takes "
+                    f"{tokens} tokens; raise [training] seq_len or shrink the item"
+                )
 
     def _checked_rows(self, sample_id: str, item: MediaItem) -> int:
         if item.name not in self.item_rows:
@@ -100,6 +108,8 @@ class Expander:
                 f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
                 f"{sorted(self.item_rows)} (a boundary's `at`)"
             )
+        if item.runs:
+            return item.rows
         try:
             rows = self.item_rows[item.name](item.extent)
         except SampleError as error:  # an adapter knows shapes, not samples
@@ -121,10 +131,11 @@ class Expander:
         suspects = _perhaps_malformed(metas)
         suspects[list(metas.unreadable)] = True
         suspects[[i for i, meta in enumerate(metas.given) if meta.position_ids is not None]] = True
-        rows, placeholders = self._item_rows(metas), metas.items[:, 2]
+        rows, placeholders = _counted(metas, self.item_rows), metas.items[:, 2]
         np.logical_or.at(suspects, metas.sample_of_item, (rows < 1) | ((placeholders != 1) & (placeholders != rows)))
         if self.seq_len is not None:
-            np.logical_or.at(suspects, metas.sample_of_item, (metas.items[:, 1] == 0) & (rows > self.seq_len))
+            tokens = np.where(metas.placed, metas.stops, rows)
+            np.logical_or.at(suspects, metas.sample_of_item, (metas.items[:, 1] == 0) & (tokens > self.seq_len))
         errors = {}
         for i in np.flatnonzero(suspects).tolist():
             try:
@@ -136,18 +147,23 @@ class Expander:
     def all(self, metas: MetaArrays) -> ExpandedArrays:
         """Expand samples of which `check` refuses none."""
         n, (kinds, positions, placeholders) = len(metas), metas.items[:, :3].T
-        rows, sample = self._item_rows(metas), metas.sample_of_item
+        rows, sample = _counted(metas, self.item_rows), metas.sample_of_item
         added = np.concatenate([[0], np.cumsum(rows - placeholders)])  # tokens that the items before each one add
         first = added[metas.item_ends]
-        positions = positions + added[:-1] - first[sample]
+        moved = added[:-1] - first[sample]
+        stops = moved + np.where(metas.placed, metas.stops, positions + rows)
+        positions = positions + moved
         lengths = metas.tokens + np.diff(first)
         ends = lengths if self.seq_len is None else np.minimum(lengths, self.seq_len)
         if self.seq_len is not None:
-            split = (positions < self.seq_len) & (positions + rows > self.seq_len)  # at most one item of a sample
+            split = (positions < self.seq_len) & (stops > self.seq_len)  # at most one item of a sample
             ends[sample[split]] = positions[split]
         fits = positions < ends[sample]
         counts = np.bincount(sample[fits], minlength=n)
         targets, target_ends = _expanded_targets(metas, added, first, ends)
+        chosen, run_ends = gathered(metas.run_ends, np.flatnonzero(fits))
+        runs = metas.runs[chosen]
+        runs[:, 0] += np.repeat(moved[fits], np.diff(run_ends))
         expanded = replace(
             metas,
             tokens=ends,
@@ -155,6 +171,8 @@ class Expander:
             target_ends=target_ends,
             items=np.column_stack([kinds, positions, rows, metas.items[:, 3:]])[fits],
             item_ends=np.concatenate([[0], np.cumsum(counts)]),
+            runs=runs,
+            run_ends=run_ends,
             unreadable={},
             rows=self._module_rows(metas, fits),
             position_ids=self.position_ids,
@@ -162,22 +180,26 @@ class Expander:
         )
         return ExpandedArrays(expanded, np.diff(metas.item_ends) - counts, lengths - ends)
 
-    def _item_rows(self, metas: MetaArrays) -> np.ndarray:
-        """Rows of each media item, int64 `[m]`; 0 where the model makes none of it."""
-        return _counts_of_extents(metas, {kind: self.item_rows.get(kind) for kind in metas.kinds})
-
     def _module_rows(self, metas: MetaArrays, fits: np.ndarray) -> dict[str, np.ndarray]:
         rows = {}
         for module, (media, count) in (self.module_rows or {}).items():
-            counts = _counts_of_extents(metas, {kind: count if kind == media else None for kind in metas.kinds})
+            counts = _counted(metas, dict.fromkeys(kinds_of(media or ""), count), self.placed_rows.get(module, 1))
             rows[module] = metas.sum_of_items(np.where(fits, counts, 0))
         return rows
 
 
-def _counts_of_extents(metas: MetaArrays, counts: Mapping[str, RowCount | None]) -> np.ndarray:
-    """Per media item the count of its kind for its extent, which is asked for once per extent; 0 where it is refused,
-    or its kind has no count. int64 `[m]`."""
-    extents = np.concatenate([metas.items[:, :1], metas.items[:, 3:]], axis=1)
+def _counted(metas: MetaArrays, counts: ItemRows, ratio: int = 1) -> np.ndarray:
+    """Rows made of each media item, int64 `[m]`: `ratio` per row of a placed one, else the count of its kind for its
+    extent; 0 where it is refused, or its kind has no count."""
+    known = np.array([kind in counts for kind in metas.kinds], bool)
+    rows = np.where(known[metas.items[:, 0]], ratio * metas.items[:, 2], 0)
+    rows[~metas.placed] = _counts_of_extents(metas.items[~metas.placed], [counts.get(kind) for kind in metas.kinds])
+    return rows
+
+
+def _counts_of_extents(items: np.ndarray, counts: Sequence[RowCount | None]) -> np.ndarray:
+    """Per row of `MetaArrays.items` the count of its kind, which is asked for once per extent."""
+    extents = np.concatenate([items[:, :1], items[:, 3:]], axis=1)
     key, size = np.zeros(len(extents), np.int64), 1
     for column in extents.T:
         column = column - column.min(initial=0)
@@ -188,7 +210,7 @@ def _counts_of_extents(metas: MetaArrays, counts: Mapping[str, RowCount | None])
     _, places, inverse = np.unique(key, return_index=True, return_inverse=True)
     rows = []
     for kind, *shape in extents[places].tolist():
-        count = counts[metas.kinds[kind]]
+        count = counts[kind]
         try:
             rows.append(0 if count is None else count(shape_of(shape) + size_of(shape)))
         except SampleError:
@@ -204,10 +226,11 @@ def _perhaps_malformed(metas: MetaArrays) -> np.ndarray:
         return everything
     bad = metas.tokens < 1
     sample = metas.sample_of_item
-    start, rows = metas.items[:, 1], metas.items[:, 2]
-    stop = start + rows
+    start, rows, stop = metas.items[:, 1], metas.items[:, 2], metas.stops
     wrong = (rows < 1) | (start < _previous(stop, metas.item_ends, 0)) | (stop > metas.tokens[sample])
     np.logical_or.at(bad, sample, wrong)
+    if metas.placed.any():
+        np.logical_or.at(bad, sample, _wrongly_placed(metas))
     first, last = metas.targets.T
     target_sample = np.repeat(np.arange(len(metas)), np.diff(metas.target_ends))
     outside = (first >= last) | (last > metas.tokens[target_sample])
@@ -219,6 +242,23 @@ def _perhaps_malformed(metas: MetaArrays) -> np.ndarray:
     covers = np.searchsorted(starts, at + last) > np.searchsorted(stops, at + first, side="right")
     bad[target_sample[covers]] = True
     return bad
+
+
+def _wrongly_placed(metas: MetaArrays) -> np.ndarray:
+    """Which items have runs that are no part of an item that begins and has rows as they do, or of a kind of which some
+    items of the sample are placed and some are not; bool `[m]`."""
+    starts, rows = metas.runs.T
+    total = np.concatenate([[0], np.cumsum(rows)])
+    of_runs = total[metas.run_ends[1:]] - total[metas.run_ends[:-1]]
+    wrong = metas.placed & (of_runs != metas.items[:, 2])
+    item = np.repeat(np.arange(len(wrong)), np.diff(metas.run_ends))
+    before = _previous(starts + rows, metas.run_ends, 0)
+    np.logical_or.at(wrong, item, (rows < 1) | (starts < before))
+    wrong[metas.placed] |= starts[metas.run_ends[:-1][metas.placed]] != metas.items[metas.placed, 1]
+    kind = metas.sample_of_item * len(metas.kinds) + metas.items[:, 0]
+    _, kind = np.unique(kind, return_inverse=True)
+    placed, all_of_kind = np.bincount(kind, metas.placed), np.bincount(kind)
+    return wrong | ((placed > 0) & (placed < all_of_kind))[kind]
 
 
 def _previous(values: np.ndarray, ends: np.ndarray, first: int) -> np.ndarray:
@@ -253,7 +293,8 @@ def expand_tokens(
     placeholders: Mapping[str, int],
     kinds: Collection[str] | None = None,
 ) -> Sample:
-    """Do to a payload what an `Expander` did to its metadata: repeat placeholders, cut, drop media that did not fit.
+    """Do to a payload what an `Expander` did to its metadata: repeat placeholders, cut, drop media that did not fit. A
+    unit stays whole while an item of it is left (see `Sample.unit_rows`).
 
     Args:
         source_meta: as the source gives it; `expanded` was made of it.
@@ -274,7 +315,7 @@ def expand_tokens(
         tokens = np.repeat(tokens, repeats)
     media = {name: tuple(sample.media.get(name, ()))[: expanded.num_items(name)] for name in placeholders}
     return replace(
-        sample,
+        units_left(sample, source_meta, expanded, kinds),
         tokens=torch.from_numpy(tokens[: expanded.tokens]),
         media={name: tensors for name, tensors in media.items() if tensors and wants(kinds, name)},
     )

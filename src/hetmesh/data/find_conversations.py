@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.stores.open_store import TABLES, JsonFile, open_store
+from hetmesh.data.stores.open_store import SEPARATED, TABLES, JsonFile, open_store
 from hetmesh.data.stores.store import Store
-from hetmesh.data.stores.tar_shards import TarShards
+from hetmesh.data.stores.tar_shards import IMAGES, TarShards
 from hetmesh.data.turns import is_file_name, media_of, turns_of
 from hetmesh.errors import HetmeshError, RecipeError
 
@@ -19,8 +19,9 @@ HELD_OUT = ("val", "valid", "validation", "test", "eval", "dev", "holdout", "hel
 """Words in the name of a file that holds the samples for evaluation."""
 
 FORMS = (
-    "one conversation per line of a .jsonl or in the list of a .json, as {messages: [{role, content}]} or as "
-    "{image, conversations: [{from, value}]}; or .tar shards, or .parquet or .arrow tables of them"
+    "one conversation per line of a .jsonl or in the list of a .json, as {messages: [{role, content}]}, as {image, "
+    "conversations: [{from, value}]}, or with the columns question and answer, texts or text; or .tar shards, .csv "
+    "files, or .parquet or .arrow tables of them"
 )
 _TRIED_RECORDS = 20  # for the folder where media files start
 
@@ -48,13 +49,18 @@ def find_conversations(path: str, media_folder: str | None = None, key: str = "-
         store = open_store(str(root), (), key)
         start = Path(store.files[0]).parent
         return Conversations(str(root), "", media_folder or _media_folder(store, start, [start], key))
-    groups = dict(_groups(root, key))
-    held_out = [name for name in groups if _is_held_out(name)]
+    others: list[str] = []
+    groups = dict(_groups(root, key, others))
+    held_out = [name for name in groups if _held_out(os.path.relpath(name, root))]
     train = [name for name in groups if name not in held_out]
+    if train and len(held_out) > 1:  # a test split, too
+        held_out = [name for name in held_out if _held_out(os.path.relpath(name, root)) & {*HELD_OUT[:3]}]
     if len(train) > 1 or (not train and len(held_out) > 1):
         raise RecipeError(f"{key} = {path!r}: several files hold conversations: {', '.join(sorted(groups))}; name one")
     if not groups:
-        raise RecipeError(f"{key} = {path!r}: no conversations in it: {FORMS}")
+        if any(file.suffix[1:].lower() in IMAGES for folder in (root, *_folders(root)) for file in folder.iterdir()):
+            others.append("images need texts: a metadata.csv or .jsonl with file_name and text; folders name none")
+        raise RecipeError("; ".join([f"{key} = {path!r}: no conversations in it: {FORMS}", *others[:3]]))
     name = (train or held_out)[0]
     validation = held_out[0] if train and len(held_out) == 1 else ""
     store = groups[name]
@@ -63,18 +69,21 @@ def find_conversations(path: str, media_folder: str | None = None, key: str = "-
     return Conversations(name, validation, folder)
 
 
-def _groups(root: Path, key: str) -> Iterator[tuple[str, Store]]:
-    """Files, or patterns of alike ones, in a folder and those right in it, that hold conversations."""
+def _groups(root: Path, key: str, others: list[str]) -> Iterator[tuple[str, Store]]:
+    """Files, or patterns of alike ones, in a folder and those right in it, that hold conversations; why others do not
+    is added to `others`, but for JSON, which may be of any kind."""
     for folder in (root, *_folders(root)):
         files = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
         for file in files:
-            if file.suffix in (".json", ".jsonl") and (store := _opened(str(file), key)) is not None:
+            said = [] if file.suffix == ".json" else others
+            if file.suffix in (".json", ".jsonl", *SEPARATED) and (store := _opened(str(file), key, said)) is not None:
                 yield str(file), store
-        for suffix in (".tar", *TABLES):
-            alike = [file for file in files if file.suffix == suffix]
-            for part in ([f for f in alike if _is_held_out(str(f))], [f for f in alike if not _is_held_out(str(f))]):
-                name = _pattern(part, alike, key)
-                if name and (store := _opened(name, key)) is not None:
+        shards = {file.stem for file in files if file.suffix == ".tar"}
+        for suffix in (".tar", *TABLES):  # img2dataset has tables of addresses beside its shards, under their names
+            alike = [file for file in files if file.suffix == suffix and (suffix == ".tar" or file.stem not in shards)]
+            for words in dict.fromkeys(_held_out(file.name) for file in alike):
+                name = _pattern([file for file in alike if _held_out(file.name) == words], alike, key)
+                if name and (store := _opened(name, key, others)) is not None:
                     yield name, store
 
 
@@ -92,17 +101,18 @@ def _pattern(files: list[Path], alike: list[Path], key: str) -> str:
     return str(files[0].parent / pattern)
 
 
-def _opened(path: str, key: str) -> Store | None:
-    """A store whose first record is a conversation, None if it is something else."""
+def _opened(path: str, key: str, others: list[str]) -> Store | None:
+    """A store whose first record is a conversation; None if it is something else, and why in `others`."""
     try:
         store = open_store(path, (), key)
         if not len(store):
             return None
         if isinstance(store, TarShards):
             return store
-        value = store.record(0).value
-        return store if isinstance(value, dict) and ("messages" in value or "conversations" in value) else None
-    except HetmeshError:  # a config.json, say
+        store.record(0)
+        return store
+    except HetmeshError as error:  # a config.json, say
+        others.append(str(error))
         return None
 
 
@@ -110,14 +120,14 @@ def _folders(root: Path) -> Iterator[Path]:
     return (entry for entry in sorted(root.iterdir()) if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _is_held_out(name: str) -> bool:
-    return any(word in HELD_OUT for word in re.split(r"[^a-z]+", Path(name).name.lower()))
+def _held_out(name: str) -> frozenset[str]:
+    return frozenset(HELD_OUT).intersection(re.split(r"[^a-z]+", name.lower()))
 
 
 def _media_folder(store: Store, start: Path, candidates: Iterable[Path], key: str) -> str:
     """The first of `candidates` under which the media files of some conversations are; empty for `start`."""
     if not isinstance(store, JsonFile):
-        return ""
+        return ""  # a table of file names has them in its own folder
     records = [store.record(i).value for i in range(min(len(store), _TRIED_RECORDS))]
     relative = [name for record in records for name in _media_names(record) if not Path(name).is_absolute()]
     missing = {folder: [name for name in relative if not os.path.isfile(folder / name)] for folder in candidates}

@@ -9,6 +9,7 @@ twice in one batch.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -130,14 +131,20 @@ class Loader:
         ]
 
     def blank(self, drawn: DrawnSample, kinds: Collection[str] | None) -> Sample:
-        """What stands for a sample that cannot be read: padding and media of zeros, of the shapes that were planned."""
-        meta, media = drawn.meta, dict[str, list[torch.Tensor]]()
+        """What stands for a sample that cannot be read: padding and media of zeros, of the shapes that were planned, or
+        empty units for as many rows."""
+        meta, media, rows = drawn.meta, dict[str, list[torch.Tensor]](), Counter[str]()
         tokens = torch.full((meta.tokens,), self.source.pad_id)
         for item in meta.media:
-            tokens[item.position : item.position + item.rows] = self.source.placeholders[item.name]
-            if wants(kinds, item.name):
+            for position, count in item.spans:
+                tokens[position : position + count] = self.source.placeholders[item.name]
+            if not wants(kinds, item.name):
+                continue
+            if item.runs:
+                rows[item.name] += item.rows
+            else:
                 media.setdefault(item.name, []).append(torch.zeros(item.shape))
-        return Sample(meta.id, tokens, media)
+        return Sample(meta.id, tokens, media, units={kind: {} for kind in rows}, unit_rows=rows)
 
     def _expanded(self, drawn: DrawnSample, kinds: Collection[str] | None, payloads: Iterator[Payload]) -> Payload:
         """The expanded payload; the next of `payloads` is its own, unless its metadata cannot be read."""

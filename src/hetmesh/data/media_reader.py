@@ -1,10 +1,9 @@
-"""Media of conversations as their processors want them: images, and recordings as log-mel features, ready-made or from
-WAV files."""
+"""Media of conversations as their processors want them: images, and recordings as log-mel features, ready-made or made
+of sound."""
 
 from __future__ import annotations
 
 import io
-import wave
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,43 +14,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetmesh.data.images.image_processor import ImageProcessor, open_image, upright_size
+from hetmesh.data.images import ImageProcessor, open_image, upright_size
+from hetmesh.data.media_files import read_recording
 from hetmesh.data.stores.store import MALFORMED_FILE, Blob, npy_shape
 from hetmesh.errors import HetmeshError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem
 
 KEY = "[data.options]"
 
-FRAMES = ("padded", "counted", "own")
-"""How many frames a WAV file has: padded or cut to the extractor's length, as Whisper wants it; padded to it, none cut,
-with the number before as its size; or as many as it is long."""
-
 EXTRACTOR = "WhisperFeatureExtractor"
 SIZES = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "chunk_length": 30, "n_fft": 400}
 """Its sizes, and what they are where a file does not say."""
 
 MAX_NUMBERS = 2**26
-"""Samples of the longest recording, numbers of its spectrum, and of a filter bank."""
+"""Samples that an extractor pads a recording to, numbers of its spectrum, and of a filter bank."""
 
 
 class RecordingProcessor:
-    """Reads `.npy` files of log-mel features as they are, and makes the features of `.wav` files (16-bit PCM) with the
-    WhisperFeatureExtractor of a Hugging Face directory.
+    """Reads `.npy` files of log-mel features as they are, and makes those of all other files, which hold sound, with
+    the WhisperFeatureExtractor of a Hugging Face directory.
 
     Args:
         folder: the directory; None reads `.npy` files only.
         key: the recipe key that names it; errors begin with it.
-        frames: which of `FRAMES` a WAV file gives.
     """
 
-    def __init__(self, folder: Path | None, key: str, frames: str = "padded") -> None:
-        self.folder, self.key, self.frames = folder, key, frames
+    def __init__(self, folder: Path | None, key: str) -> None:
+        self.folder, self.key = folder, key
 
     @cached_property
     def _extractor(self) -> Any:
         if self.folder is None:
             hint = "give a directory with a preprocessor_config.json"
-            raise RecipeError(f"{self.key}: needed to read .wav files; {hint}")
+            raise RecipeError(f"{self.key}: needed to read recordings; {hint}")
         from transformers import WhisperFeatureExtractor
 
         try:
@@ -65,25 +60,13 @@ class RecordingProcessor:
         except Exception as error:  # whatever transformers makes of a broken file
             raise RecipeError(f"{self.key} = '{self.folder}': {error or type(error).__name__}") from error
 
-    def shape(self, name: str, file: BinaryIO) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape of the features of the recording `file` and its size, from its header at most; `name` says of what
-        format it is. Raises OSError, ValueError: it cannot be read, or is longer than the extractor takes."""
+    def shape(self, name: str, file: BinaryIO) -> tuple[int, ...]:
+        """Shape of the features of the recording `file`, from its header at most: a recording's are padded to the
+        extractor's length, as Whisper wants it. `name` tells a `.npy` file. Raises OSError, ValueError: it cannot be
+        read."""
         if name.endswith(".npy"):
-            shape = _npy_shape(file)
-            return shape, shape[-1:] if self.frames == "counted" else ()
-        bins, longest = self._extractor.feature_size, self._extractor.nb_max_frames
-        if self.frames == "padded":
-            return (bins, longest), ()
-        with _opened(file, self._extractor.sampling_rate) as wav:
-            frames = self._count(wav.getnframes())
-        return ((bins, longest), (frames,)) if self.frames == "counted" else ((bins, frames), ())
-
-    def _count(self, samples: int) -> int:
-        if samples > self._extractor.n_samples:
-            seconds = samples / self._extractor.sampling_rate
-            most = self._extractor.chunk_length
-            raise ValueError(f"it lasts {seconds:.1f} s, more than the {most} s of the extractor")
-        return -(-samples // self._extractor.hop_length)
+            return _npy_shape(file)
+        return self._extractor.feature_size, self._extractor.nb_max_frames
 
     def __call__(self, name: str, file: BinaryIO) -> Tensor:
         """float32 features `[mel bins, frames]` of the recording `file`. Raises OSError, ValueError: it cannot be read,
@@ -92,17 +75,11 @@ class RecordingProcessor:
             _npy_shape(file)
             file.seek(0)
             return torch.from_numpy(np.load(file, allow_pickle=False).astype(np.float32))
-        rate = self._extractor.sampling_rate
-        waveform = _waveform(file, rate)
-        frames = None if self.frames == "padded" else self._count(len(waveform))
-        options: dict[str, Any] = {"sampling_rate": rate, "return_tensors": "np"}
-        if frames is not None and self.frames == "own":  # a window of silence is all that a frame sees of the padding
-            silence = frames * self._extractor.hop_length + self._extractor.n_fft - len(waveform)
-            waveform = np.pad(waveform, (0, silence), constant_values=self._extractor.padding_value)
-            options["padding"] = "do_not_pad"
-        features = self._extractor(waveform, **options).input_features[0]
-        if self.frames == "own":
-            features = features[:, :frames]
+        rate, most = self._extractor.sampling_rate, self._extractor.chunk_length
+        sound = read_recording(file, rate)
+        if len(sound) > self._extractor.n_samples:  # the extractor would cut it
+            raise ValueError(f"it lasts {len(sound) / rate:.1f} s, more than the {most} s of the extractor")
+        (features,) = self._extractor(sound, sampling_rate=rate, return_tensors="np").input_features
         return torch.from_numpy(np.ascontiguousarray(features, np.float32))
 
 
@@ -124,74 +101,40 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
         )
 
 
-def _opened(source: BinaryIO, rate: int) -> wave.Wave_read:
-    try:
-        file: wave.Wave_read = wave.open(source)  # noqa: SIM115  (the caller closes it)
-    except (wave.Error, EOFError, RuntimeError) as error:
-        raise ValueError(f"not a WAV file: {error}") from error
-    if file.getframerate() != rate or file.getsampwidth() != 2:
-        raise ValueError(
-            f"it has {file.getframerate()} samples per second of {8 * file.getsampwidth()} bits, need {rate} of 16 bits"
-        )
-    return file
-
-
-def _waveform(source: BinaryIO, rate: int) -> np.ndarray:
-    with _opened(source, rate) as file:
-        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
-    return samples.mean(axis=1, dtype=np.float32) / 32768
-
-
 class MediaReader:
     """Reads media items with the processors of two Hugging Face directories, whose errors it turns into errors about
-    samples; without one, images or `.wav` files are refused. The options are those of `ImageProcessor.from_directory`
-    and `RecordingProcessor`."""
+    samples; without one, images or sound are refused."""
 
-    def __init__(
-        self,
-        image_processor: str | None,
-        audio_processor: str | None,
-        *,
-        pad_to_square: bool,
-        tiles: bool | None,
-        frames: str,
-    ) -> None:
+    def __init__(self, image_processor: str | None, audio_processor: str | None, *, pad_to_square: bool) -> None:
         self._images: ImageProcessor | None = None
         if image_processor is not None:
             folder = Path(image_processor).expanduser()
-            self._images = ImageProcessor.from_directory(folder, f"{KEY} image_processor", pad_to_square, tiles)
+            self._images = ImageProcessor(folder, f"{KEY} image_processor", pad_to_square)
         recordings = None if audio_processor is None else Path(audio_processor).expanduser()
-        self._recordings = RecordingProcessor(recordings, f"{KEY} audio_processor", frames)
+        self._recordings = RecordingProcessor(recordings, f"{KEY} audio_processor")
 
-    def item(self, sample: str, kind: str, blob: Blob, position: int, *, alone: bool) -> MediaItem:
-        """The metadata of an item of `sample` (its id), for which at most its header is read. Raises SampleError: it
-        cannot be read.
-
-        Args:
-            position: of its placeholder.
-            alone: whether the sample has no other image.
-        """
-        with _reading(sample, blob):
+    def item(self, sample: str, kind: str, blob: Blob, position: int) -> MediaItem:
+        """The metadata of an item of `sample` (its id), for which at most its header is read; `position` is that of its
+        placeholder. Raises SampleError: it cannot be read."""
+        with reading(sample, blob):
             if kind == "audio":
                 with blob.open() as file:
-                    shape, size = self._recordings.shape(blob.name, file)
-                    return MediaItem(kind, tuple(shape), position, size=size)
+                    return MediaItem(kind, self._recordings.shape(blob.name, file), position)
             processor = self._image_processor(sample)
             if processor.fixed_shape is not None:
                 return MediaItem(kind, processor.fixed_shape, position)
             with blob.open() as file, open_image(file) as image:  # reads the header only
-                shape, size = processor.extent(*upright_size(image), alone)
-                return MediaItem(kind, shape, position, size=size)
+                return MediaItem(kind, processor.extent(*upright_size(image)), position)
 
-    def load(self, sample: str, kind: str, blob: Blob, *, alone: bool) -> tuple[Tensor, int]:
+    def load(self, sample: str, kind: str, blob: Blob) -> tuple[Tensor, int]:
         """An item as its processor makes it (`ImageProcessor`, `RecordingProcessor`), and the bytes that were read for
         it; see `item`."""
-        with _reading(sample, blob):
+        with reading(sample, blob):
             data = blob.read()
             if kind == "audio":
                 return self._recordings(blob.name, io.BytesIO(data)), len(data)
             with open_image(io.BytesIO(data)) as image:
-                return self._image_processor(sample)(image, alone), len(data)
+                return self._image_processor(sample)(image), len(data)
 
     def _image_processor(self, sample: str) -> ImageProcessor:
         if self._images is None:
@@ -200,7 +143,7 @@ class MediaReader:
 
 
 @contextmanager
-def _reading(sample: str, file: object) -> Iterator[None]:
+def reading(sample: str, file: object) -> Iterator[None]:
     """Turn what reading a media file may raise into an error about the sample."""
     from PIL.Image import DecompressionBombError
 

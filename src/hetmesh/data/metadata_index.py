@@ -21,7 +21,7 @@ from hetmesh.files import from_json, read_file, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
 
 SUFFIX = ".hetmesh-index.npz"
-VERSION = 3
+VERSION = 4
 _ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
 _DAMAGED = (OSError, ValueError, AttributeError, zipfile.BadZipFile, *MALFORMED_FILE)
 """What reading a damaged index raises."""
@@ -90,7 +90,7 @@ def load_index(path: Path, inputs: Mapping[str, Any]) -> tuple[MetaArrays, dict[
     except _DAMAGED as error:
         raise RecipeError(f"the index {path} is damaged ({error}); {_ADVICE}") from error
     if version != VERSION:
-        raise RecipeError(f"the index {path} is of another version of hetmesh; {_ADVICE}")
+        raise RecipeError(f"the index {path} is stale: its format is {version!r}, not {VERSION}; {_ADVICE}")
     if not isinstance(texts.get("inputs"), dict):
         raise RecipeError(f"the index {path} is damaged (it does not say what it is of); {_ADVICE}")
     current = json.loads(json.dumps(inputs))  # tuples become lists
@@ -142,6 +142,8 @@ def _joined(parts: list[MetaArrays]) -> MetaArrays:
         kinds=kinds,
         items=np.concatenate(items),
         item_ends=ends("item_ends"),
+        runs=joined("runs"),
+        run_ends=ends("run_ends"),
         names=joined("names"),
         name_ends=ends("name_ends"),
         unreadable={at + i: why for at, part in zip(starts, parts, strict=False) for i, why in part.unreadable.items()},

@@ -63,6 +63,9 @@ class MixtureSource:
             for what, x, y in pairs:
                 if x != y:
                     raise RecipeError(f"{KEY} {first!r} and {name!r} must have one vocabulary: {what} is {x} and {y}")
+            values = [sorted(abilities_of(source).values) for source in (a, b)]
+            if values[0] != values[1]:
+                raise RecipeError(f"{KEY} {first!r} and {name!r} must have the same values, got {values}")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -106,6 +109,7 @@ class MixtureSource:
             check_files=check_files,
             end_ids=lambda: [token for part in parts.values() for token in part.end_ids()],
             notes=lambda: dict.fromkeys(note for part in parts.values() for note in part.notes()),
+            values=parts[self.names[0]].values,
         )
 
     def counts(self, indices: Sequence[int]) -> dict[str, int]:

@@ -246,7 +246,7 @@ _ALIGNMENT = 64
 def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
     """Payloads as one buffer, uint8 `[bytes]`, and what lies where: a file descriptor per request, not per tensor.
 
-    Items of a kind lie right after one another, so that a batch of them can be a view.
+    Items of a kind lie right after one another, as tensors of units by one name, so that a batch of them can be a view.
     """
     pieces: list[tuple[int, Tensor]] = []
     size, last = 0, None
@@ -261,12 +261,18 @@ def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
     samples = [payload for payload in payloads if not isinstance(payload, Unreadable)]
     kinds = dict.fromkeys(kind for sample in samples for kind in sample.media)
     media = [item for kind in kinds for sample in samples for item in sample.media.get(kind, ())]
-    laid = {id(tensor): lay(tensor) for tensor in [*(sample.tokens for sample in samples), *media]}
+    keys = dict.fromkeys((kind, key) for sample in samples for kind, unit in sample.units.items() for key in unit)
+    units = [s.units[kind][key] for kind, key in keys for s in samples if key in s.units.get(kind, ())]
+    values = [value for sample in samples for value in sample.values.values()]
+    laid = {id(t): lay(t) for t in [*(sample.tokens for sample in samples), *media, *units, *values]}
     parts: list[Any] = []
     for payload in payloads:
         if isinstance(payload, Sample):
             items = {kind: [laid[id(item)] for item in tensors] for kind, tensors in payload.media.items()}
-            parts.append((payload.id, laid[id(payload.tokens)], items, payload.bytes_read, payload.bytes_needed))
+            own = {kind: {key: laid[id(t)] for key, t in unit.items()} for kind, unit in payload.units.items()}
+            numbers = {name: laid[id(value)] for name, value in payload.values.items()}
+            sizes = payload.bytes_read, payload.bytes_needed
+            parts.append((payload.id, laid[id(payload.tokens)], items, sizes, own, payload.unit_rows, numbers))
         else:
             parts.append(payload)
     buffer = shared_buffer(size)
@@ -288,7 +294,9 @@ def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
         if isinstance(part, Unreadable):
             payloads.append(part)
             continue
-        sample_id, tokens, media, *sizes = part
+        sample_id, tokens, media, (read, needed), own, rows, numbers = part
         tensors = {kind: tuple(at(*item) for item in items) for kind, items in media.items()}
-        payloads.append(Sample(sample_id, at(*tokens), tensors, *sizes))
+        units = {kind: {key: at(*laid) for key, laid in unit.items()} for kind, unit in own.items()}
+        values = {name: at(*laid) for name, laid in numbers.items()}
+        payloads.append(Sample(sample_id, at(*tokens), tensors, read, needed, units, rows, values))
     return payloads

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.sample import MediaItem, SampleMeta
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,14 @@ class Sample:
     Attributes:
         tokens: int64 `[tokens]` on the CPU, placeholders included.
         media: per kind of media, the raw tensors in the order of their positions; kinds without items may be absent.
+        units: of placed items (`MediaItem.runs`) instead: kind -> all that a processor made of the sample's media of
+            that kind together, by its own names (`pixel_values`, `image_grid_thw`). Of a sample that cannot be read an
+            empty unit, which stands for rows of zeros.
+        unit_rows: rows that each unit makes, those of items that were cut since included.
         bytes_read: what was read from files to make it.
         bytes_needed: the stored size of what was asked for: its text, and its media of the kinds wanted.
+        values: numbers that a custom loss gets (`SourceAbilities.values`), float64: one, `[]`, or one for each target
+            of its metadata, `[targets]`.
     """
 
     id: str
@@ -34,11 +40,25 @@ class Sample:
     media: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_needed: int = 0
+    units: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    unit_rows: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def wants(kinds: Collection[str] | None, kind: str) -> bool:
     """Whether media of `kind` are among those asked for; None asks for all."""
     return kinds is None or kind in kinds
+
+
+def units_left(sample: Sample, whole: SampleMeta, left: SampleMeta, kinds: Collection[str] | None = None) -> Sample:
+    """`sample`, whose metadata is `whole`, once its items are those of `left`: with the units of `kinds` (None: all) of
+    which there is an item, and the rows that these make."""
+    if not sample.units:
+        return sample
+    units = {kind: unit for kind, unit in sample.units.items() if wants(kinds, kind) and left.num_items(kind)}
+    rows = {kind: sum(item.rows for item in whole.media if item.name == kind) for kind in units}
+    rows |= {kind: sample.unit_rows[kind] for kind in units if kind in sample.unit_rows}
+    return replace(sample, units=units, unit_rows=rows)
 
 
 @runtime_checkable
@@ -66,7 +86,7 @@ class Source(Protocol):
 
     def meta(self, index: int) -> SampleMeta:
         """Metadata of sample `index`, without loading its payload: every rank calls this for the whole global batch.
-        Each media item has one placeholder token, or already as many as its encoder makes rows."""
+        Each media item has one placeholder token, or already as many as its encoder makes rows, or is placed."""
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The payload of sample `index`, which agrees with `meta(index)`; no other media are read than those of `kinds`
@@ -84,6 +104,7 @@ class SourceAbilities:
         decode: the text of token ids up to the first end token.
         end_ids: tokens that end an answer.
         notes: what `hetmesh check` says of the form of its samples.
+        values: the names of numbers that every sample has for a custom loss.
     """
 
     metas: Callable[[Sequence[int]], MetaArrays] | None = None
@@ -91,6 +112,7 @@ class SourceAbilities:
     decode: Callable[[Sequence[int]], str] | None = None
     end_ids: Callable[[], Collection[int]] = tuple
     notes: Callable[[], Collection[str]] = tuple
+    values: Collection[str] = ()
 
 
 @runtime_checkable
@@ -110,6 +132,7 @@ def abilities_of(source: Source) -> SourceAbilities:
         getattr(custom, "decode", None),
         lambda: getattr(custom, "end_ids", ()),
         lambda: getattr(custom, "notes", ()),
+        getattr(custom, "values", ()),
     )
 
 
@@ -170,8 +193,9 @@ def metas_of(
 
 def check_meta(meta: SampleMeta) -> None:
     """Check that a sample's metadata makes sense by itself. Raises SampleError: there are no tokens; media items
-    overlap, are out of order or outside the sequence; target spans are empty, overlap, are out of order, outside
-    `1..tokens` or on placeholder tokens."""
+    overlap, are out of order or outside the sequence; runs overlap, are out of order or not those of their item; items
+    of a kind are placed in part; target spans are empty, overlap, are out of order, outside `1..tokens`, on placeholder
+    tokens or between those of an item."""
     who = f"sample {meta.id!r}"
     if meta.tokens < 1:
         raise SampleError(f"{who}: it has {meta.tokens} tokens, need at least 1")
@@ -179,12 +203,17 @@ def check_meta(meta: SampleMeta) -> None:
     for item in meta.media:
         if item.rows < 1:
             raise SampleError(f"{who}: the {item.name!r} at position {item.position} has {item.rows} rows, need >= 1")
-        if not end <= item.position <= meta.tokens - item.rows:
+        _check_runs(who, item)
+        if not end <= item.position <= item.stop <= meta.tokens:
             raise SampleError(
-                f"{who}: the {item.name!r} at positions {item.position}..{item.position + item.rows - 1} must lie in "
+                f"{who}: the {item.name!r} at positions {item.position}..{item.stop - 1} must lie in "
                 f"{end}..{meta.tokens - 1}, after the media item before it and within the {meta.tokens} tokens"
             )
-        end = item.position + item.rows
+        end = item.stop
+    for name in {item.name for item in meta.media if item.runs} & {item.name for item in meta.media if not item.runs}:
+        raise SampleError(
+            f"{who}: of its {name!r} items some have runs and some have none; a processor places them all"
+        )
     end = 1  # nothing comes before token 0 from which to predict it
     for start, stop in meta.targets:
         if not end <= start < stop <= meta.tokens:
@@ -194,11 +223,23 @@ def check_meta(meta: SampleMeta) -> None:
             )
         end = stop
         for item in meta.media:
-            if item.position < stop and start < item.position + item.rows:
+            if item.position < stop and start < item.stop:
                 raise SampleError(
                     f"{who}: target span [{start}, {stop}) covers the {item.name!r} at position {item.position}; "
-                    f"placeholder tokens cannot be targets"
+                    f"placeholder tokens and what lies between those of an item cannot be targets"
                 )
+
+
+def _check_runs(who: str, item: MediaItem) -> None:
+    if not item.runs:
+        return
+    ends = [item.position, *(position + rows for position, rows in item.runs)]
+    ascend = all(rows > 0 and end <= position for end, (position, rows) in zip(ends, item.runs, strict=False))
+    if not ascend or item.runs[0][0] != item.position or sum(rows for _, rows in item.runs) != item.rows:
+        raise SampleError(
+            f"{who}: the {item.name!r} at position {item.position} with {item.rows} rows has the runs "
+            f"{list(item.runs)}; they must ascend without overlap, begin there and have as many rows together"
+        )
 
 
 def check_sample(
@@ -211,7 +252,8 @@ def check_sample(
 
     Raises:
         SampleError: another id; tokens not int64 `[meta.tokens]`; a kind of media without a placeholder; other media
-            counts or shapes; other placeholder tokens in the sequence than media items account for.
+            counts or shapes; placed items without a unit, or a unit without any; other placeholder tokens in the
+            sequence than media items account for.
     """
     who = f"sample {meta.id!r}"
     if sample.id != meta.id:
@@ -222,21 +264,28 @@ def check_sample(
             f"[{meta.tokens}]"
         )
     tokens = sample.tokens.numpy()
-    for name in sorted({*sample.media, *[item.name for item in meta.media]}.difference(placeholders)):
+    for name in sorted({*sample.media, *sample.units, *(item.name for item in meta.media)}.difference(placeholders)):
         raise SampleError(
             f"{who}: media of kind {name!r} has no placeholder token; kinds with one: {sorted(placeholders)}"
         )
     for name, token in placeholders.items():
         items = [item for item in meta.media if item.name == name]
-        planned = [item.shape for item in items]
+        placed = sum(bool(item.runs) for item in items)
+        if bool(sample.units.get(name)) != bool(placed) and wants(kinds, name):
+            raise SampleError(
+                f"{who}: its payload has {len(sample.units.get(name, ()))} tensors in a unit of its {name!r}, its "
+                f"metadata {placed} {name!r} that a processor has placed"
+            )
+        planned = [item.shape for item in items if not item.runs]
         actual = [tuple(tensor.shape) for tensor in sample.media.get(name, ())]
         if actual != planned and wants(kinds, name):
             raise SampleError(
                 f"{who}: its payload has {len(actual)} {name!r} of shapes {actual}, "
                 f"its metadata {len(planned)} of {planned}"
             )
+        items = [item for item in meta.media if placeholders[item.name] == token]  # also of kinds that share the token
         places = np.flatnonzero(tokens == token).tolist()
-        promised = [p for item in items for p in range(item.position, item.position + item.rows)]
+        promised = [p for item in items for at, rows in item.spans for p in range(at, at + rows)]
         if len(places) != len(promised):
             raise SampleError(
                 f"{who}: {len(places)} {name!r} placeholder tokens (id {token}) in its sequence, {len(promised)} rows "

@@ -116,4 +116,5 @@ class MemorySource:
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The payload of sample `index`."""
         sample = self._samples[index][1]
-        return replace(sample, media={kind: items for kind, items in sample.media.items() if wants(kinds, kind)})
+        media = {kind: items for kind, items in sample.media.items() if wants(kinds, kind)}
+        return replace(sample, media=media, units={kind: u for kind, u in sample.units.items() if wants(kinds, kind)})

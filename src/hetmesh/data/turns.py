@@ -3,33 +3,38 @@ LLaVA's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from hetmesh.files import from_json
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 """Who speaks in `from`, and the role it is."""
 
-MARKS = {"<image>": "image", "<audio>": "audio"}
+MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 """What stands for media in the text of LLaVA's form."""
 
 DATA_URL = "data:"
 
 _TEXTS = ("text", "input_text", "output_text")
-_KINDS = {form.format(kind): kind for kind in ("image", "audio") for form in ("{}", "{}_url", "input_{}")}
+_KINDS = {form.format(kind): kind for kind in ("image", "video", "audio") for form in ("{}", "{}_url", "input_{}")}
 """A part's type -> the kind of its media."""
 
 _NAMES = ("url", "path", "file", "data", "base64")
 """Keys under which a part, or the table in it, may have its media, besides its type and its kind."""
 
-_CALLS = ("tools", "tool_calls", "function_call")
-"""What requests to chat models have beside texts; chat templates would write it, and are not given it."""
+CALLS = ("tool_calls", "function_call")
+"""Keys of a turn that call tools."""
 
 _WEIGHTS, _MASKS = ("weight", "train"), ("loss", "mask", "loss_mask")
 """Keys by which data sets say which turns are targets; the first two are read."""
 
 _READ = ("role", "content", "from", "value", *_WEIGHTS)
-"""Keys of a turn that are read."""
+"""Keys of a turn that are read; the chat template gets the others."""
 
 
 def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tuple[str, Any]]:
@@ -37,49 +42,25 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
 
     A content is a text, or a list of parts `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}` and
     `{"type": "audio", "audio": FILE}`; the file may be a data URL. Where the record itself has `image`, `images`,
-    `audio` or `audios`, parts without a file and the marks `<image>` and `<audio>` in texts take them in order.
+    `audio` or `audios` (`video`, `videos`), parts without a file and the marks `<image>`, `<audio>` and `<video>` in
+    texts take them in order.
 
     After a mark of one of the kinds `breaks` the chat template begins a new line: the line break that LLaVA's form has
-    there (`<image>\\n`) is that one, and not in the text too. Raises KeyError, TypeError, ValueError: it has neither
-    form, or more files than places for them, or a mark in a message without any, or a video, or calls of tools.
+    there (`<image>\\n`) is that one, and not in the text too. A turn that calls tools may have no content: None, or "".
+    Raises KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in a
+    message without any.
     """
-    if videos := [key for key in ("video", "videos") if record.get(key)]:
-        raise ValueError(
-            f"it has {videos[0]!r}, and videos are not read; leave the sample out, or give frames as images"
-        )
-    if calls := [key for table in (record, *_turns(record)) for key in _CALLS if table.get(key)]:
-        raise ValueError(f"it has {calls[0]!r}, which are not given to the chat template; leave the sample out")
     if twice := [kind for kind in MARKS.values() if record.get(kind) and record.get(f"{kind}s")]:
         raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
-        turns = [(_role(turn["role"]), _content(turn["content"], files, breaks)) for turn in record["messages"]]
+        turns = [(_role(turn["role"]), _content(_said(turn), files, breaks)) for turn in record["messages"]]
     else:
         turns = [(_speaker(turn["from"]), _parts(_text(turn), files, breaks)) for turn in record["conversations"]]
     named = {kind for kind, _ in media_of(turns)}
     if left := [kind for kind, some in files.items() if some.take() is not None and (some.used or kind not in named)]:
-        raise ValueError(f"more files of {left} than marks in the text (<image>, <audio>) or parts")
+        raise ValueError(f"more files of {left} than marks in the text ({', '.join(MARKS)}) or parts")
     return turns
-
-
-def untrained_turns(record: Mapping[str, Any]) -> frozenset[int]:
-    """Which turns of a record are no targets by their `weight` (0 or 1) or `train` (true or false). Raises ValueError:
-    another weight, or one that makes a target of what the assistant does not say."""
-    untrained: set[int] = set()
-    if ignored := [key for key in _WEIGHTS if record.get(key) is not None and not record[key]]:
-        raise ValueError(f"it has {ignored[0]!r} beside its turns, which is not read; leave the sample out")
-    for i, turn in enumerate(_turns(record)):
-        if masks := [key for key in _MASKS if turn.get(key) is not None]:
-            raise ValueError(f"turn {i} has {masks[0]!r}, which is not read; give `weight` (0 or 1) or `train`")
-        weights = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
-        if any(value not in (0, 1) for value in weights.values()):
-            raise ValueError(f"turn {i} has {weights}: `weight` must be 0 or 1, `train` true or false")
-        speaker = turn.get("role", turn.get("from"))
-        if ROLES.get(speaker) != "assistant" and any(weights.values()):
-            raise ValueError(f"turn {i} has {weights}, but only the assistant's turns are targets, not {speaker!r}'s")
-        if not all(weights.values()):
-            untrained.add(i)
-    return frozenset(untrained)
 
 
 def check_unread(record: Mapping[str, Any], joins_texts: bool) -> None:
@@ -94,17 +75,107 @@ def check_unread(record: Mapping[str, Any], joins_texts: bool) -> None:
             raise ValueError(f"turn {i} has two texts in a row, between which the chat template writes more; join them")
 
 
-def unread_keys(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per turn, what it has beside its role, its content and its weight (`name`, `reasoning_content`, `id`)."""
-    return [{key: value for key, value in turn.items() if value and key not in _READ} for turn in _turns(record)]
+@dataclass(frozen=True)
+class Further:
+    """What a record says besides the roles and contents of its turns.
+
+    Attributes:
+        keys: per turn, what the chat template gets besides (`tool_calls`, `reasoning_content`, `name`).
+        tools: JSON schemas of the tools that there are, which it gets too.
+        untrained: turns that are no targets.
+        values: numbers for a custom loss, one for each turn.
+    """
+
+    keys: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Any] | None = None
+    untrained: Collection[int] = ()
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+NOTHING = Further()
+
+
+def further_of(record: Mapping[str, Any], names: Collection[str] = ()) -> Further:
+    """That of a record. Arguments of calls are objects, as templates take them, where OpenAI has their JSON text, and
+    so are its `tools`.
+
+    Args:
+        names: of values. `weight` is that of the record times that of the turn, each 1 where it is absent; turns have
+            the record's of all others.
+
+    Raises:
+        ValueError: one of these is malformed, or a weight is neither 0 nor 1 and not in `names`.
+    """
+    turns = _turns(record)
+    keys = [
+        {key: _objects(value) if key in CALLS else value for key, value in turn.items() if value and key not in _READ}
+        | ({"content": None} if turn.get("content", "") is None else {})
+        for turn in turns
+    ]
+    tools = _parsed(record.get("tools") or None, "tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"its `tools` must be a list of JSON schemas, got {tools!r:.80}")
+    untrained = _untrained(record, "weight" in names)
+    own = {name: _number(record, name) for name in names}
+    values = {k: [v * (_number(turn, k) if k == "weight" else 1) for turn in turns] for k, v in own.items()}
+    return Further(keys, tools, untrained, values)
+
+
+_HONOURED = 'other weights are for a loss of your own that reads them: [data.options] values = ["weight"]'
+
+
+def _untrained(record: Mapping[str, Any], weighted: bool) -> frozenset[int]:
+    untrained: set[int] = set()
+    for key in _WEIGHTS if not weighted else ("train",):
+        if record.get(key) not in (None, 1, "1", "1.0"):  # of a CSV file they are texts
+            raise ValueError(f"it has {key!r} = {record[key]!r} beside its turns, which is not read; {_HONOURED}")
+    for i, turn in enumerate(_turns(record)):
+        if masks := [key for key in _MASKS if turn.get(key) is not None]:
+            raise ValueError(f"turn {i} has {masks[0]!r}, which is not read; give `weight` (0 or 1) or `train`")
+        weights = {key: turn[key] for key in _WEIGHTS if turn.get(key) is not None}
+        if any(value not in (0, 1) and not (weighted and key == "weight") for key, value in weights.items()):
+            raise ValueError(f"turn {i} has {weights}: `weight` must be 0 or 1, `train` true or false; {_HONOURED}")
+        speaker = turn.get("role", turn.get("from"))
+        if ROLES.get(speaker) != "assistant" and any(weights.values()):
+            raise ValueError(f"turn {i} has {weights}, but only the assistant's turns are targets, not {speaker!r}'s")
+        if not all(weights.values()):
+            untrained.add(i)
+    return frozenset(untrained)
+
+
+def _number(table: Mapping[str, Any], name: str) -> float:
+    given = 1 if name == "weight" and table.get(name) is None else table.get(name)
+    with suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(given)):  # type: ignore[arg-type]
+            return number
+    raise ValueError(f"its {name!r}, which [data.options] values names, must be a number, got {given!r:.80}")
+
+
+def _parsed(value: Any, what: str) -> Any:
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"its {what!r} are no JSON: {error}, got {value!r:.80}") from error
+
+
+def _objects(calls: Any) -> Any:
+    """Calls with their `arguments` as objects."""
+    if isinstance(calls, list):
+        return [_objects(call) for call in calls]
+    if not isinstance(calls, Mapping):
+        return calls
+    whole = {"function": _objects, "arguments": lambda text: _parsed(text or "{}", "arguments")}
+    return {key: whole[key](value) if key in whole else value for key, value in calls.items()}
+
+
+def _said(turn: Mapping[str, Any]) -> Any:
+    return turn.get("content") or "" if any(turn.get(key) for key in CALLS) else turn["content"]
 
 
 def _text(turn: Mapping[str, Any]) -> str:
     text = turn["value"]
     if not isinstance(text, str):
         raise ValueError(f"`value` of a turn must be a text, got {text!r:.80}")
-    if "<video>" in text and turn["from"] in ("human", "user"):
-        raise ValueError("its text contains '<video>', and videos are not read; leave the sample out")
     return text
 
 
@@ -180,7 +251,7 @@ def _part(part: Mapping[str, Any], files: Mapping[str, _Files]) -> dict[str, Any
         files[media].used = True
         return {"type": media} if value is None else {"type": media, media: value}
     if isinstance(inside, Mapping) and isinstance(value, str) and ("data" in inside or "base64" in inside):
-        form = inside.get("format", "wav" if media == "audio" else "png")
+        form = inside.get("format", {"audio": "wav", "video": "mp4"}.get(media, "png"))
         value = value if value.startswith(DATA_URL) else f"{DATA_URL}{media}/{form};base64,{value}"
     return {"type": media, media: value}
 

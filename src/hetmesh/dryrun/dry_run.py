@@ -23,7 +23,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.boundary.world import init
 from hetmesh.cost import Machine, load_machine
 from hetmesh.dryrun.device_work import DeviceWork, WorkCount
-from hetmesh.dryrun.fake_device import FakeAccelerator, FakeBackend
+from hetmesh.dryrun.fake_device import FakeAccelerator, FakeBackend, fake_device
 from hetmesh.dryrun.fake_kernels import NAME
 from hetmesh.dryrun.fake_tensors import FakeTensors
 from hetmesh.dryrun.host_waits import HostWait, HostWaits
@@ -160,6 +160,7 @@ def dry_runs(
     if rank is not None and not 0 <= rank < recipe.world_size:
         raise UsageError(f"--rank {rank}: the recipe has ranks 0-{recipe.world_size - 1}, or all")
     found = load_machine(machine or recipe.metrics.machine or MACHINE)
+    fake_device()  # before the first backward, a trial of a user's module: autograd counts devices once
     resolved = resolve(with_microbatches(recipe, microbatches))
     groups = []
     for ranks, fullest, memory in _groups(resolved, found):
@@ -172,6 +173,7 @@ def dry_runs(
 def fullest_group(recipe: Recipe, *, draws: bool = False) -> RankGroup:
     """Of all groups of equal ranks the one that is predicted to hold most, run; `draws` as in `dry_run`."""
     found = load_machine(recipe.metrics.machine or MACHINE)
+    fake_device()  # as above
     resolved = resolve(recipe)
     ranks, fullest, memory = max(_groups(resolved, found), key=lambda group: group[2][group[1]].tensors)
     return RankGroup(ranks, dry_run(resolved, fullest, draws=draws), memory[fullest])

@@ -12,8 +12,6 @@ from typing import Any
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.files import from_json, json_object, place_in, read_file, to_json, writing
 from hetmesh.models.weights.pretrained import PICKLES, Pretrained
-from hetmesh.recipe.hf_families import PROMPTS
-from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checksums import manifest_sum
 
@@ -26,7 +24,7 @@ NOT_COPIED = (
 )
 """Files of a source directory that are its weights, are written anew, or describe another model."""
 
-PREPARING = ("tokenizer", "image_processor", "audio_processor")
+PREPARING = ("processor", "tokenizer", "image_processor", "audio_processor")
 """Options of conversations that name directories."""
 
 
@@ -64,18 +62,17 @@ def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator
             path = options.get(key)
             if isinstance(path, str) and Path(path).expanduser().resolve() != source.resolve():
                 yield f"the run's samples were made with data.options.{key} = {path!r}: take that, not what was copied"
+        if given := options.get("processor_options"):
+            yield f"the run's processor had data.options.processor_options = {given}; what was copied does not say so"
         if options.get("pad_to_square"):
             yield "the run's images were padded to squares (data.options.pad_to_square); what was copied may not do it"
-    if whole and not recipe.data.mixture and (note := prompt_note(recipe)):
-        yield note
 
 
 def _has_own_form(recipe: Recipe, source: Path) -> bool:
-    """Whether the recipe writes conversations in a form that neither the files of the directory nor the processor of
-    its model has."""
+    """Whether the recipe writes conversations in a form that the files of the directory do not have."""
     forms = [data.options.get("chat_template") for data in recipe.data.mixture or (recipe.data,)]
     files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    known: set[object] = {form for prompt in PROMPTS.values() for form in (prompt.template, prompt.default)}
+    known: set[object] = set()
     for file in (file for file in files if file.is_file()):
         if file.suffix == ".json":
             template = json_object(file, source).get("chat_template")

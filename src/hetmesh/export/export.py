@@ -64,13 +64,14 @@ def export(
             raise OutputError(f"{folder} already exists; choose a new or empty folder")
     plan = export_plan(run, merge=merge)
     origin = made_from(run, dtype, merge=merge)
-    if dtype == AS_DIRECTORY and any(directory.place for directory in plan.directories):
+    if dtype == AS_DIRECTORY and any(directory.place or directory.source is None for directory in plan.directories):
         raise RecipeError("--dtype directory: the run's modules do not all come from one directory; name a dtype")
     partial, lines = folder.with_name(folder.name + PARTIAL), list[str]()
     with writing(partial):
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
     try:
+        lines += [plan.note] if plan.note else []
         for directory in plan.directories:
             lines += _write(run, partial, directory, dtype, largest)
         if not merge:
@@ -141,6 +142,8 @@ def _write(run: SavedRun, top: Path, directory: Directory, dtype: Dtype, largest
             yield from (f"  {note}" for note in notes)
         if linked:
             yield f"  not copied, as they are links out of the directory: {', '.join(linked)}"
+    if directory.write_others is not None:
+        yield from (f"  {line}" for line in directory.write_others(place))
     if directory.left_out:
         yield f"  without {', '.join(directory.left_out)}: nothing in the run reads them, so it has none"
     loads = f"loads with {directory.loads_with}.from_pretrained" if directory.loads_with else ""

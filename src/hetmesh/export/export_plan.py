@@ -5,8 +5,10 @@ Nothing is read but the headers of the source directories' files and the checkpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,16 @@ from torch import nn
 
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.errors import CheckpointError, RecipeError
+from hetmesh.export import llava
 from hetmesh.formatting import listed
 from hetmesh.models import Adapter, check_weights, pretrained_of
+from hetmesh.models.config_keys import hf
+from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
-from hetmesh.models.weights.model_forms import saved_forms
+from hetmesh.models.weights.model_forms import saved, saved_forms
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
@@ -69,6 +74,7 @@ class Directory:
         source: the directory whose tokenizer and other files are copied.
         loads_with: the class that reads it; empty where only safetensors does.
         left_out: tensors that the class has and the run does not, since nothing in it reads them.
+        write_others: writes what else belongs into the directory, and says what, as lines of text.
     """
 
     place: str
@@ -77,6 +83,7 @@ class Directory:
     source: Pretrained | None = None
     loads_with: str = ""
     left_out: tuple[str, ...] = ()
+    write_others: Callable[[Path], Iterator[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,17 +98,19 @@ class Adapted:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Directories to write, and adapters by the place of the directory that they belong to."""
+    """Directories to write, and adapters by the place of the directory that they belong to; `note` says why modules are
+    not one directory."""
 
     directories: tuple[Directory, ...]
     adapters: Mapping[str, tuple[Adapted, ...]]
+    note: str = ""
 
 
 def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     """What to write of a checkpoint.
 
     One directory where all modules come from one multimodal model of transformers: its tensors, all of them, under the
-    names that they have there. Else a directory per module.
+    names that they have there; or where they make a LLaVA. Else a directory per module.
 
     Args:
         merge: adapters are added to their weights; else weights are written without them.
@@ -120,8 +129,13 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     whole = directory_of(recipe)
     if whole is not None:
         return _as_directory(recipe, whole, parts)
+    names = llava.llava_parts(recipe)
+    note = llava.why_not_llava(recipe, adapters[names[llava.PROJECTOR]]) if names else ""
+    if names and not note:
+        return _as_llava(run, names, parts)
     directories = tuple(_as_module(recipe, name, part) for name, part in parts.items())
-    return ExportPlan(directories, {name: part.adapted(name) for name, part in parts.items() if part.lora})
+    loras = {name: part.adapted(name) for name, part in parts.items() if part.lora}
+    return ExportPlan(directories, loras, f"not one directory of LLaVA: {note}" if note else "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +213,6 @@ def _as_directory(recipe: Recipe, whole: Pretrained, parts: Mapping[str, _Part])
     places = {theirs: tensors.get(theirs) or Origin((theirs,), source=whole) for theirs in whole.tensors}
     adapters: list[Adapted] = []
     if any(part.lora for part in parts.values()):
-        from hetmesh.models.split.whole_model import whole_model
-
         inside = {theirs: ours for ours, theirs in whole_model(whole).checkpoint_names.items()}
         for name, part in parts.items():
             in_model = {own: inside[theirs] for own, theirs in fqns[name].items()}
@@ -219,15 +231,39 @@ def _check_config(recipe: Recipe, name: str, whole: Pretrained) -> None:
             )
 
 
+def _as_llava(run: SavedRun, names: Mapping[str, str], parts: Mapping[str, _Part]) -> ExportPlan:
+    (at,) = (b.at for b in run.recipe.boundaries if b.at is not None)
+    tower, llm = parts[names[llava.TOWER]], parts[names[llava.LLM]]
+    configs: list[Any] = [tower.module.config, llm.module.config]
+    config = llava.llava_config(run.resolved.source.placeholders[at], tower.adapter, *configs)
+    model: Any = build_on_meta(SimpleNamespace(build=lambda: hf(llava.CLASS)(config)))
+    stored = saved(model, own_tensors(model)[0]).names
+    tensors, adapters = dict[str, Origin | Regrouped](), list[Adapted]()
+    for prefix, name in names.items():
+        made = _as_module(run.recipe, name, parts[name])
+        fqns = {own: own if own.startswith("lm_head.") else prefix + own.removeprefix("model.") for own in made.tensors}
+        tensors |= {stored[fqn]: made.tensors[own] for own, fqn in fqns.items()}
+        adapters += parts[name].adapted(name, fqns)
+    absent = tuple(name for name in stored.values() if name not in tensors)
+    others, loads = partial(llava.write_processor, run.recipe, config), f"transformers.{llava.CLASS}"
+    directory = Directory("", tensors, config.to_diff_dict(), None, loads, absent, others)
+    return ExportPlan((directory,), {"": tuple(adapters)} if adapters else {})
+
+
 def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     import transformers
 
     pretrained = pretrained_of(name, recipe.modules[name])
-    if recipe.modules[name].model.startswith("hf_"):  # a piece of a class, which nothing loads alone
+    if recipe.modules[name].model.startswith("hf_"):
         assert pretrained is not None
         names, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)
         origins = {names[own]: origin for own, origin in part.origins.items()}
-        return Directory(name, _as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained))
+        stored = _as_stored(origins, {theirs: known[theirs] for theirs in origins}, pretrained)
+        model = whole_model(pretrained)
+        if model.towers and model.has_llm:  # a piece of a class, which nothing loads alone
+            return Directory(name, stored)
+        places = {theirs: stored.get(theirs) or Origin((theirs,), source=pretrained) for theirs in pretrained.tensors}
+        return Directory(name, places, pretrained.config, pretrained, f"transformers.{class_of(pretrained.config)}")
     if not isinstance(part.module, transformers.PreTrainedModel) or isinstance(part.adapter, UserAdapter):
         return Directory(name, part.origins)
     kind: Any = type(part.module)
@@ -239,9 +275,9 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
     shapes = own_tensors(part.module)[0]
     tensors: dict[str, Origin | Regrouped] = dict(part.origins)
-    saved = None if whole is None else saved_forms(whole, {own: every[own] for own in part.origins})
-    if saved is not None:
-        tensors = _as_stored(part.origins, {own: refitted(form, shapes[own]) for own, form in saved.items()})
+    forms = None if whole is None else saved_forms(whole, {own: every[own] for own in part.origins})
+    if forms is not None:
+        tensors = _as_stored(part.origins, {own: refitted(form, shapes[own]) for own, form in forms.items()})
     if absent and pretrained is not None:  # which the module has no use for
         there = pretrained.named(shapes, part.adapter.checkpoint_names)
         tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -37,6 +38,8 @@ class MetaArrays(Sequence[SampleMeta]):
         items: int64 `[m, 3 + dims]`: kind (an index into `kinds`), position, rows, and the shape, where dims that an
             item does not have are `NO_DIM`, and a size follows after `SIZE`; `item_ends`, int64 `[n + 1]`, as
             `target_ends`.
+        runs: int64 `[r, 2]`: position and rows of each run of the placed items (`MediaItem.runs`); `run_ends`, int64
+            `[m + 1]`: those of item i are `run_ends[i]..run_ends[i + 1] - 1`, none if it is not placed.
         names: uint8, the ids of the samples in UTF-8, one after another; `name_ends`, int64 `[n + 1]`.
         unreadable: why the metadata of some samples cannot be read, by their index here.
         rows: of expanded samples: rows that each module emits for them, int64 `[n]` by module; `UNKNOWN` where a
@@ -51,6 +54,8 @@ class MetaArrays(Sequence[SampleMeta]):
     kinds: tuple[str, ...]
     items: np.ndarray
     item_ends: np.ndarray
+    runs: np.ndarray
+    run_ends: np.ndarray
     names: np.ndarray
     name_ends: np.ndarray
     unreadable: Mapping[int, str]
@@ -64,12 +69,13 @@ class MetaArrays(Sequence[SampleMeta]):
         if isinstance(metas, MetaArrays):
             return metas
         known = [SampleMeta("", 1) if isinstance(meta, str) else meta for meta in metas]
-        kinds = tuple(sorted({item.name for meta in known for item in meta.media}))
-        shapes = [_shape_columns(item) for meta in known for item in meta.media]
+        media = [item for meta in known for item in meta.media]
+        kinds = tuple(sorted({item.name for item in media}))
+        shapes = [_shape_columns(item) for item in media]
         dims = max(map(len, shapes), default=0)
         items = [
             (kinds.index(item.name), item.position, item.rows, *shape, *[NO_DIM] * (dims - len(shape)))
-            for item, shape in zip([item for meta in known for item in meta.media], shapes, strict=True)
+            for item, shape in zip(media, shapes, strict=True)
         ]
         names = [meta.id.encode() for meta in known]
         modules = sorted({name for meta in known for name in meta.rows})
@@ -80,6 +86,8 @@ class MetaArrays(Sequence[SampleMeta]):
             kinds,
             np.array(items, np.int64).reshape(len(items), 3 + dims),
             _ends([len(meta.media) for meta in known]),
+            np.array([run for item in media for run in item.runs], np.int64).reshape(-1, 2),
+            _ends([len(item.runs) for item in media]),
             np.frombuffer(b"".join(names), np.uint8),
             _ends(list(map(len, names))),
             {i: meta for i, meta in enumerate(metas) if isinstance(meta, str)},
@@ -91,6 +99,7 @@ class MetaArrays(Sequence[SampleMeta]):
         """Raise ValueError unless arrays that were read from a file belong together, of samples without rows."""
         n, dims = len(self), 0 if self.items.ndim != 2 else self.items.shape[1]
         shapes = {"tokens": (n,), "targets": (len(self.targets), 2), "items": (len(self.items), max(dims, 3))}
+        shapes["runs"] = (len(self.runs), 2)
         for name, shape in shapes.items():
             if (array := getattr(self, name)).dtype != np.int64 or array.shape != shape:
                 raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, must be int64 {list(shape)}")
@@ -98,6 +107,7 @@ class MetaArrays(Sequence[SampleMeta]):
             raise ValueError("names must be bytes")
         for name, what in (("target_ends", self.targets), ("item_ends", self.items), ("name_ends", self.names)):
             check_ends(name, getattr(self, name), n, len(what))
+        check_ends("run_ends", self.run_ends, len(self.items), len(self.runs))
         kinds, sizes = self.items[:, 0], self.items[:, 1:]
         if len(kinds) and not (kinds.min() >= 0 and kinds.max() < len(self.kinds) and sizes.min() >= SIZE):
             raise ValueError("items are of kinds that there are not, or of negative sizes")
@@ -124,6 +134,18 @@ class MetaArrays(Sequence[SampleMeta]):
     def sample_of_item(self) -> np.ndarray:
         """Per media item the sample that it is of, int64 `[m]`."""
         return np.repeat(np.arange(len(self)), np.diff(self.item_ends))
+
+    @cached_property
+    def placed(self) -> np.ndarray:
+        """Which media items are placed (`MediaItem.runs`), bool `[m]`."""
+        return np.diff(self.run_ends) > 0
+
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """The position after the last placeholder token of each media item, int64 `[m]`."""
+        stops = self.items[:, 1] + self.items[:, 2]
+        stops[self.placed] = self.runs[self.run_ends[1:][self.placed] - 1].sum(1)
+        return stops
 
     def sum_of_items(self, values: np.ndarray) -> np.ndarray:
         """Per sample the sum of `values` `[m]` of its media items; int64 `[n]`."""
@@ -154,15 +176,17 @@ class MetaArrays(Sequence[SampleMeta]):
     def take(self, indices: Sequence[int] | np.ndarray) -> MetaArrays:
         """Those of some samples, in that order."""
         chosen = np.asarray(indices, np.int64)
-        spans, target_ends = _gathered(self.target_ends, chosen)
-        items, item_ends = _gathered(self.item_ends, chosen)
-        names, name_ends = _gathered(self.name_ends, chosen)
+        spans, target_ends = gathered(self.target_ends, chosen)
+        items, item_ends = gathered(self.item_ends, chosen)
+        runs, run_ends = gathered(self.run_ends, items)
+        names, name_ends = gathered(self.name_ends, chosen)
         bad = self.unreadable
         unreadable = {at: bad[i] for at, i in enumerate(chosen.tolist()) if i in bad} if bad else {}
         rows = {name: counts[chosen] for name, counts in self.rows.items()}
         given = [self.given[i] for i in chosen.tolist()] if self.given else ()
         columns = self.tokens[chosen], self.targets[spans], target_ends, self.kinds, self.items[items], item_ends
-        return MetaArrays(*columns, self.names[names], name_ends, unreadable, rows, self.position_ids, given)
+        parts = self.runs[runs], run_ends, self.names[names], name_ends
+        return MetaArrays(*columns, *parts, unreadable, rows, self.position_ids, given)
 
     def meta(self, index: int) -> SampleMeta:
         """That of one sample. Raises SampleError: it cannot be read."""
@@ -175,9 +199,11 @@ class MetaArrays(Sequence[SampleMeta]):
     @memoized
     def _make(self, index: int) -> SampleMeta:
         first, stop = self.item_ends[index : index + 2].tolist()
+        ends = itertools.pairwise(self.run_ends[first : stop + 1].tolist())
+        runs = [tuple((at, rows) for at, rows in self.runs[a:b].tolist()) for a, b in ends]
         media = tuple(
-            MediaItem(self.kinds[kind], shape_of(columns), position, rows, size_of(columns))
-            for kind, position, rows, *columns in self.items[first:stop].tolist()
+            MediaItem(self.kinds[kind], shape_of(columns), position, rows, size_of(columns), own)
+            for (kind, position, rows, *columns), own in zip(self.items[first:stop].tolist(), runs, strict=True)
         )
         a, b = self.target_ends[index : index + 2].tolist()
         targets = tuple((i, j) for i, j in self.targets[a:b].tolist())
@@ -235,8 +261,8 @@ def _ends(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
 
 
-def _gathered(ends: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the parts of the chosen samples lie, and where they end once they are gathered."""
+def gathered(ends: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the chosen parts lie, and where they end once they are gathered."""
     counts = ends[chosen + 1] - ends[chosen]
     new = _ends(counts)
     return np.repeat(ends[chosen] - new[:-1], counts) + np.arange(new[-1]), new

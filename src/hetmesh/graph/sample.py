@@ -7,18 +7,28 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 
+def kinds_of(media: str) -> tuple[str, ...]:
+    """The kinds of media that a module reads, or whose placeholders its rows replace: `"image+video"` are two."""
+    return tuple(media.split("+"))
+
+
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """One image, clip or recording of a sample.
 
     Attributes:
         name: the kind of media, which is also the placeholder name (`"image"`).
-        shape: shape of the raw tensor, e.g. `(channels, height, width)`.
+        shape: shape of the raw tensor, e.g. `(channels, height, width)`; may be `()` for a placed item.
         position: index of its first placeholder token in the token sequence.
         rows: placeholder tokens it takes in the token sequence; 1 as a source gives it, and the rows that reach the
             LLM for this item once the sample was expanded (`hetmesh.data.expand`).
         size: what its rows depend on beside the shape, where the model says so: the frames of a recording before it was
-            padded, `(frames,)`; the pixels of an image before it was cut into tiles, `(height, width)`.
+            padded, `(frames,)`; the pixels of an image before it was cut into tiles, `(height, width)`. Of a placed
+            item what positions depend on: `(frames, height, width)` of the grid of its rows, and where they depend on
+            time, too, the picoseconds of a frame of it.
+        runs: of a placed item, one whose source has given it its rows, as a model's processor does: `(position, rows)`
+            of each stretch of placeholder tokens, ascending, with text between them (row breaks, timestamps). Empty:
+            its placeholders lie at `position`. No part of `repr`, of which a place in the data keeps checksums.
     """
 
     name: str
@@ -26,6 +36,17 @@ class MediaItem:
     position: int
     rows: int = 1
     size: tuple[int, ...] = ()
+    runs: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """`(position, rows)` of each stretch of its placeholder tokens."""
+        return self.runs or ((self.position, self.rows),)
+
+    @property
+    def stop(self) -> int:
+        """The position after its last placeholder token."""
+        return sum(self.spans[-1])
 
     @property
     def extent(self) -> tuple[int, ...]:
@@ -61,4 +82,4 @@ class SampleMeta:
 
     def num_items(self, name: str) -> int:
         """Media items of kind `name`."""
-        return sum(item.name == name for item in self.media)
+        return sum(item.name in kinds_of(name) for item in self.media)

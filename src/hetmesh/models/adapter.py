@@ -18,7 +18,8 @@ from hetmesh.parallel.experts.block import ExpertLayers
 
 
 class SampleLike(Protocol):
-    """The payload of one sample: int64 tokens `[T]`, and its media per kind in the order of their positions."""
+    """The payload of one sample: int64 tokens `[T]`, and its media per kind in the order of their positions, or units
+    of them and the rows that these make (`hetmesh.data.Sample`)."""
 
     @property
     def id(self) -> str: ...
@@ -26,6 +27,10 @@ class SampleLike(Protocol):
     def tokens(self) -> Tensor: ...
     @property
     def media(self) -> Mapping[str, Sequence[Tensor]]: ...
+    @property
+    def units(self) -> Mapping[str, Mapping[str, Tensor]]: ...
+    @property
+    def unit_rows(self) -> Mapping[str, int]: ...
 
 
 ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
@@ -41,6 +46,7 @@ class Abilities:
         first_layers: FQNs of layers that stay together in the first stage.
         last_layers: FQNs of layers that stay together in the last stage.
         find_stages: where it takes seconds to find out: gives what is said here of stages and of shares of tokens.
+        placed_rows: rows that it emits for each of a placed item, where a module after it joins several.
         stage_batch: for an encoder whose later stages read something, too: what, from the metadata of samples.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         token_gathered: patterns of the parts within these that read all tokens, although tensor parallelism leaves them
@@ -71,6 +77,7 @@ class Abilities:
     last_layers: tuple[str, ...] = ()
     find_stages: Callable[[], Mapping[str, Any]] | None = None
     stage_batch: Callable[[Sequence[SampleMeta]], dict[str, Tensor]] | None = None
+    placed_rows: int = 1
     token_sharded: tuple[str, ...] = ()
     token_gathered: tuple[str, ...] = ()
     splits_tokens: bool = False

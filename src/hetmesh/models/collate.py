@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hetmesh.errors import SampleError
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.sample import SampleMeta, kinds_of
 from hetmesh.models.adapter import SampleLike
 
 
@@ -59,7 +60,7 @@ def media_items(
             raise SampleError(
                 f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(given)} in its payload"
             )
-        planned = (item for item in meta.media if item.name == name)
+        planned = (item for item in meta.media if item.name in kinds_of(name))
         for item, known in zip(given, planned, strict=True):
             want = known.shape if shape is None else shape
             if tuple(item.shape) != want:
@@ -128,10 +129,13 @@ def collate_tokens(
         "targets": input_ids.flatten()[flat + 1],
     }
     for source, at in sources.items():
-        if at not in placeholders:
+        tokens = {placeholders[kind] for kind in kinds_of(at) if kind in placeholders}
+        if not tokens:
             raise SampleError(f"the data source has no placeholder {at!r}; its placeholders are {sorted(placeholders)}")
-        found = input_ids == placeholders[at]
-        if pad_id == placeholders[at]:
+        found = sum((input_ids == token for token in tokens), torch.zeros_like(input_ids, dtype=torch.bool))
+        if any(token in tokens for kind, token in placeholders.items() if kind not in kinds_of(at)):  # GLM's videos
+            found &= _of_kind(at, [meta for _, meta in pairs], length)
+        if pad_id in tokens:
             raise SampleError(f"placeholder {at!r} and padding share the token id {pad_id}")
         for (sample, meta), count in zip(pairs, found.sum(dim=1).tolist(), strict=True):
             _check_rows(sample.id, meta, source, at, count)
@@ -139,8 +143,33 @@ def collate_tokens(
     return batch
 
 
+def _of_kind(name: str, metas: Sequence[SampleMeta], length: int) -> Tensor:
+    """Where the rows of media items of kind `name` are: bool `[samples, length]`."""
+    found = torch.zeros(len(metas), length, dtype=torch.bool)
+    for row, meta in enumerate(metas):
+        for position, rows in (span for item in meta.media if item.name in kinds_of(name) for span in item.spans):
+            found[row, position : position + rows] = True
+    return found
+
+
+def target_values(samples: Sequence[Any], metas: Sequence[SampleMeta], names: Collection[str]) -> dict[str, Tensor]:
+    """`values.<name>`: float64 `[num_targets]`, what the targets of `collate_tokens` have of the values `names`. Raises
+    SampleError: a sample has none, or another number of them than targets before some were cut."""
+    of_targets: dict[str, list[Tensor]] = {name: [torch.zeros(0, dtype=torch.float64)] for name in names}
+    for sample, meta in _paired(samples, metas):
+        for name, parts in of_targets.items() if meta.num_targets else ():
+            value = sample.values.get(name)
+            if value is None or (value.shape and (value.ndim > 1 or len(value) < meta.num_targets)):
+                shown = "none" if value is None else f"a tensor {list(value.shape)}"
+                raise SampleError(
+                    f"sample {sample.id!r}: its value {name!r} must be one number or one for each target, got {shown}"
+                )
+            parts.append(value.double()[: meta.num_targets] if value.ndim else value.double().expand(meta.num_targets))
+    return {f"values.{name}": torch.cat(parts) for name, parts in of_targets.items()}
+
+
 def _check_rows(sample_id: str, meta: SampleMeta, source: str, at: str, tokens: int) -> None:
-    rows = meta.rows.get(source, sum(item.rows for item in meta.media if item.name == at))
+    rows = meta.rows.get(source, sum(item.rows for item in meta.media if item.name in kinds_of(at)))
     if tokens != rows:
         raise SampleError(
             f"sample {sample_id!r}: {tokens} {at!r} placeholder tokens, but module {source!r} emits {rows} rows; "

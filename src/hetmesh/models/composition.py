@@ -13,6 +13,7 @@ from functools import cache
 
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph, SampleMeta
+from hetmesh.graph.sample import kinds_of
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models.adapter import Adapter
 
@@ -35,7 +36,8 @@ def _media_of(graph: ModuleGraph, name: str) -> str | None:
 
 def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
     """Per placeholder: a function from a media item's raw shape to its number of rows in the sink's sequence."""
-    return {b.at: _rows_of_item(graph, adapters, b.source) for b in graph.boundaries if b.at is not None}
+    into = [(b.at, b.source) for b in graph.boundaries if b.at is not None]
+    return {kind: _rows_of_item(graph, adapters, source) for at, source in into for kind in kinds_of(at)}
 
 
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
@@ -74,8 +76,9 @@ def sample_positions(
     if positions is None:
         return None
     grids = {
-        b.at: cache(grid)
+        kind: cache(grid)
         for b in graph.inputs(graph.sink.name)
         if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
+        for kind in kinds_of(b.at)
     }
     return lambda meta: positions(meta, grids)

@@ -56,6 +56,7 @@ def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Inter
         anew with each sample.
         `targets`, `target_positions`: those whose predicting token the rank keeps; positions in its own order.
         `target_index`: int64, which of the lane's targets they are.
+        `values.<name>`: of these targets.
         `positions.<placeholder>`: positions, in the rank's own order, of the placeholders that it keeps, ascending.
     """
     rows, width = batch["input_ids"].shape
@@ -75,6 +76,8 @@ def pack_tokens(batch: Mapping[str, Tensor], lengths: Sequence[int], kept: Inter
         if key.startswith("positions."):
             found = place[row_of[positions]]
             out[key] = found[found >= 0].sort().values
+        elif key.startswith("values."):
+            out[key] = positions[out["target_index"]]
     return out
 
 

@@ -13,6 +13,7 @@ from hetmesh.cost.saved_operations import ATTENTION, SAVABLE, operations, saved_
 from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.formatting import listed
 from hetmesh.graph import dense_mesh
+from hetmesh.graph.sample import kinds_of
 from hetmesh.models import Adapter
 from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import module_options, token_axes
@@ -58,10 +59,10 @@ def check_recipe(
     if placeholders is not None:
         source = f"data source {recipe.data.source!r} has the placeholders {sorted(placeholders)}"
         for i, boundary in enumerate(recipe.boundaries):
-            if boundary.at is not None and boundary.at not in placeholders:
+            if boundary.at is not None and not set(placeholders).intersection(kinds_of(boundary.at)):
                 refusals.add(f"boundaries[{i}].at = {boundary.at!r}: {source}")
         for name, module in recipe.modules.items():
-            if module.media is not None and module.media not in placeholders:
+            if module.media is not None and not set(placeholders).intersection(kinds_of(module.media)):
                 refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)

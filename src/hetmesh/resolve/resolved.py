@@ -77,6 +77,7 @@ class ResolvedRecipe:
             seq_len=self.recipe.training.seq_len,
             module_rows=module_rows(self.graph, self.adapters),
             position_ids=sample_positions(self.graph, self.adapters),
+            placed_rows={name: adapter.abilities.placed_rows for name, adapter in self.adapters.items()},
         )
 
     def loader(self, payloads: Payloads | None = None) -> Loader:
@@ -215,7 +216,10 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
             pretrained_of(name, module)
     with refusals.collect():
         source = source or recipe_source(recipe.data)
-    if source is None:  # models take sizes from it
+    if source is None:  # models take sizes from it, but those of directories
+        if recipe.model.hf_path is not None:
+            with refusals.collect():
+                adapters_of(recipe, vocab_size=0)
         refusals.finish()
     assert source is not None
     adapters: dict[str, Adapter] | None = None
@@ -277,7 +281,8 @@ def _media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
     for index in range(min(len(source), 64)):
         try:
             for item in source.meta(index).media:
-                extents.setdefault(item.name, item.extent)
+                if not item.runs:
+                    extents.setdefault(item.name, item.extent)
         except SampleError:
             if not skip:
                 raise

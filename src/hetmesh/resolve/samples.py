@@ -12,6 +12,7 @@ from hetmesh.data.recipe_sources import split_sources
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.formatting import counted
+from hetmesh.graph.sample import kinds_of
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import ResolvedRecipe
 
@@ -76,7 +77,7 @@ def check_media_files(recipe: Recipe, source: Source, order: Iterable[int], spli
         RecipeError: a file is not there, or a record cannot be read.
     """
     look = abilities_of(source).check_files
-    kinds = {kind for kind in recipe.wiring.media.values() if kind is not None}
+    kinds = {kind for media in recipe.wiring.media.values() if media is not None for kind in kinds_of(media)}
     if look is None:
         return []
     distinct = dict.fromkeys(islice(order, MAX_SAMPLES_CHECKED + 1))

@@ -70,7 +70,8 @@ def typical_work(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source
     modules = [ModuleSpec(name, plain, adapters[name].layers(), wiring.media[name]) for name in recipe.modules]
     graph = ModuleGraph(tuple(modules), wiring.topology.boundaries)
     rows, length = placeholder_rows(graph, adapters), recipe.training.seq_len
-    expander = Expander(rows, seq_len=length, module_rows=module_rows(graph, adapters))
+    placed = {name: adapter.abilities.placed_rows for name, adapter in adapters.items()}
+    expander = Expander(rows, seq_len=length, module_rows=module_rows(graph, adapters), placed_rows=placed)
     count = min(len(source), MAX_TYPICAL_SAMPLES)
     chosen = [i * len(source) // count for i in range(count)]
     drawn = Loader(source, count, expander, skip=True).drawn(chosen)

@@ -11,7 +11,6 @@ from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.models.weights.load import saved_tensors
 from hetmesh.parallel.random_state import DROPOUT
-from hetmesh.recipe.hf_path import prompt_note
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.torchtitan_keys import differing_defaults
 from hetmesh.resolve.directories import why_not_compared
@@ -57,8 +56,6 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
         yield f"  {boundary.source} -> {boundary.destination}" + (f" at {boundary.at!r}" if boundary.at else "")
     if idle := sorted(set(range(recipe.world_size)) - set(wiring.ranks)):
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
-    if note := prompt_note(recipe):
-        yield f"note: {note}"
     uncounted = {name: shape for name, shape in resolved.shapes.items() if shape is not None and shape.uncounted}
     for note in notes_on_experts(uncounted):
         yield f"note: {note}"
@@ -86,8 +83,7 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
 
 
 def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
-    """Lines of TOML that could be written in place of `[model] hf_path`; as comments, every parameter of each module.
-    Layers that differ in their number are one line."""
+    """Lines of TOML that could be written in place of `[model] hf_path`."""
     recipe = resolved.recipe
     for name, module in recipe.modules.items():
         yield f"[modules.{name}]"
@@ -100,7 +96,6 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
             yield f"media = {toml(module.media)}"
         if name == recipe.sink:
             yield f"attention_mask = {toml(module.attention_mask)}"
-        yield from _owned(resolved.adapters[name])
     for boundary in recipe.boundaries:
         yield "[[boundaries]]"
         yield f"from = {toml(boundary.source)}"
@@ -114,11 +109,13 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
         yield from (f"{key} = {toml(value)}" for key, value in recipe.data.options.items())
 
 
-def _owned(adapter: Adapter) -> Iterator[str]:
-    module = build_on_meta(adapter)
-    if module is None:
-        return
-    names = dict(saved_tensors(module))
-    yield f"# owns {len(names)} tensors of {sum(t.numel() for t in names.values()):,} numbers:"
-    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    yield from (f"#   {name}" + (f"  ({count})" if "*" in name else "") for name, count in alike.items())
+def parameters(resolved: ResolvedRecipe) -> Iterator[str]:
+    """Every parameter of each module. Layers that differ in their number are one line."""
+    for module_name, adapter in resolved.adapters.items():
+        module = build_on_meta(adapter)
+        if module is None:
+            continue
+        names = dict(saved_tensors(module))
+        yield f"{module_name} owns {len(names)} tensors of {sum(t.numel() for t in names.values()):,} numbers:"
+        alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
+        yield from (f"  {name}" + (f"  ({count})" if "*" in name else "") for name, count in alike.items())

@@ -18,7 +18,8 @@ def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:
     if kind == "prefix":
         first = min((start for start, _ in meta.targets), default=meta.tokens)
         return j <= i or (i < first and j < first)
-    item_of = {t: n for n, item in enumerate(meta.media) for t in range(item.position, item.position + item.rows)}
+    spans = [(n, at, at + rows) for n, item in enumerate(meta.media) for at, rows in item.spans]
+    item_of = {t: n for n, start, stop in spans for t in range(start, stop)}
     if kind == "bidirectional_runs":
         between = range(min(i, j), max(i, j) + 1)
         return j <= i or all(t in item_of for t in between)

@@ -88,6 +88,7 @@ def _no_singles() -> Iterator[None]:
         for owner, name in (
             (torch.Tensor, "to"),
             (torch.Tensor, "type"),
+            (torch.Tensor, "new_zeros"),
             (nn.functional, "softmax"),
             (torch, "softmax"),
         ):

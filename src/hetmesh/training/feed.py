@@ -12,9 +12,11 @@ from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Unreadable, Wanted
-from hetmesh.data.source import Sample
+from hetmesh.data.source import Sample, abilities_of
 from hetmesh.graph import ModuleSpec, Stage
+from hetmesh.graph.sample import kinds_of
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.collate import target_values
 from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
 
@@ -69,6 +71,8 @@ class Feed:
         samples, metas = [self._samples[i] for i in indices], [self.plan.samples[i] for i in indices]
         adapter = self.adapters[module]
         batch = adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
+        if module == self.plan.graph.sink.name and (names := abilities_of(source).values):
+            batch = {**batch, **target_values(samples, metas, names)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
@@ -95,9 +99,10 @@ class Feed:
         self.loader.payloads.announce(requests)
 
     def _reads(self, spec: ModuleSpec, stage: int) -> bool:
-        """Whether a stage reads samples itself: an encoder's first one, and every one of the LLM."""
+        """Whether a stage reads samples itself: an encoder's first one, of units every one; every one of the LLM."""
         graph = self.plan.graph
-        return spec.name == graph.sink.name or (stage == 0 and not graph.inputs(spec.name))
+        reads = stage == 0 or bool(len(self.drawn.metas.runs))
+        return spec.name == graph.sink.name or (reads and not graph.inputs(spec.name))
 
     def _wanted(self) -> dict[int, set[str]]:
         """The kinds of media that this rank's modules read, by source index of the samples of its lanes, whose
@@ -115,7 +120,7 @@ class Feed:
                 for i in lanes[lane]:
                     kinds = wanted.setdefault(self.drawn.indices[i], set())
                     if spec.media is not None:
-                        kinds.add(spec.media)
+                        kinds.update(kinds_of(spec.media))
         return wanted
 
     def load_all(self, watchdog: Watchdog) -> dict[int, str]:

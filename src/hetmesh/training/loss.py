@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hetmesh.errors import LossError
+from hetmesh.data.source import Source, abilities_of
+from hetmesh.errors import LossError, RecipeError
 from hetmesh.parallel import ParallelModule
 
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
-`batch["targets"]` are the true tokens -> the SUM over these targets, a scalar; a connected 0 without any. It runs on
-every rank that computes logits, in every microbatch."""
+`batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its sample ->
+the SUM over these targets, a scalar; a connected 0 without any. It runs on every rank that computes logits, in every
+microbatch."""
 
 
 def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -26,6 +28,15 @@ def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return cross_entropy(logits, batch["targets"], reduction="sum")
+
+
+def check_values(source: Source, loss: CustomLoss | None) -> None:
+    """Raise RecipeError where samples have values (`SourceAbilities.values`) and the loss is cross-entropy."""
+    if loss is None and (names := list(abilities_of(source).values)):
+        raise RecipeError(
+            f"[data.options] values = {names}: cross-entropy reads none and weighs all targets alike; give a loss that "
+            "reads them, hetmesh.train(recipe, loss=f), or leave them out"
+        )
 
 
 def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
@@ -83,7 +94,8 @@ class CheckedLoss:
 
     def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
         """The batch of some of the `n` outputs; None if it cannot be split."""
-        return {**batch, **{key: batch[key][span] for key in _OF_TARGETS if key in batch}}
+        of_targets = (key for key in batch if key in _OF_TARGETS or key.startswith("values."))
+        return {**batch, **{key: batch[key][span] for key in of_targets}}
 
 
 class CheckedSampleLoss(CheckedLoss):

@@ -27,7 +27,7 @@ from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
-from hetmesh.training.loss import CustomLoss
+from hetmesh.training.loss import CustomLoss, check_values
 from hetmesh.training.meter import Meter, device_name
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
 from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
@@ -120,6 +120,8 @@ class Trainer:
 
     def _build(self, resolved: ResolvedRecipe, payloads: Payloads | None, loss: CustomLoss | None) -> None:
         recipe, world = self.recipe, self.world
+        if world.accelerator.computes:
+            check_values(resolved.source, loss)
         self.job = Job.assemble(resolved, world, payloads, loss)
         self.job.non_finite.hint = f" Results are in {self.folder}"
         self.optimizers = make_optimizers(recipe, self.job.root)

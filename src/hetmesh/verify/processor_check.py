@@ -1,178 +1,151 @@
-"""Whether the first samples of a recipe's conversations are what transformers' own processor makes of them."""
+"""Whether the first samples of a recipe's conversations are what `apply_chat_template` of the directory's processor
+makes of their messages in one call, tokens, rows and pixels; nothing of hetmesh is on that side but opened files."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hetmesh.data.conversations import ConversationsSource
-from hetmesh.data.expand import Expander, ItemRows, expand_tokens
 from hetmesh.data.mixture import MixtureSource
-from hetmesh.errors import RecipeError, SampleError, SelfCheckError
+from hetmesh.data.preparation import Preparation
+from hetmesh.data.source import Sample
+from hetmesh.data.stores.store import Blob
+from hetmesh.errors import SampleError, SelfCheckError
 from hetmesh.formatting import counted
-from hetmesh.models import placeholder_rows
-from hetmesh.models.split.encoder_half import HfEncoderAdapter
-from hetmesh.recipe.hf_path import expand_hf_path
+from hetmesh.models.config_keys import hf
+from hetmesh.models.split.processor import Clip, as_tensor
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe
 
 N_SAMPLES = 4
 """Samples of each set of conversations that are compared."""
 
-FORM = ("tokenizer", "chat_template", "replacements", "special_tokens", "placeholders")
-"""Options that make a prompt: where one is not the directory's, the recipe has a custom form."""
-
-ONE_TILE = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
-"""Keys of image processors that `image_tiles = false` turns off."""
-
-
-@dataclass(frozen=True)
-class _Processors:
-    both: Any  # of images and text; None where it is not compared
-    images: Any
-    call: dict[str, Any]  # what is asked of images
-    patches: Any  # an image's tensor -> its patches, of models that take these
-
 
 def check_processor(resolved: ResolvedRecipe) -> list[str]:
-    """Compare tokens one by one, and pixels within one grey level. Returns a line for each set of conversations: what
-    was compared and what was not. Raises SelfCheckError: they differ; names the sample, the key and the first token or
-    pixel."""
-    recipe, source, adapters = resolved.recipe, resolved.source, resolved.adapters
-    pretrained = directory_of(recipe)
+    """Compare tokens and tensors one by one. Returns a line for each set of conversations: what was compared and what
+    was not. Raises SelfCheckError: they differ; names the sample, the key and the first token or place."""
+    source = resolved.source
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
-    tables = zip([table.options for table in recipe.data.mixture] or [recipe.data.options], parts, strict=True)
-    conversations = [(options, part) for options, part in tables if isinstance(part, ConversationsSource)]
-    if pretrained is None or not conversations:
-        return []
-    both, images, failed = _loaded(pretrained.path)
-    towers = [a for a in adapters.values() if isinstance(a, HfEncoderAdapter) and a.media == "image"]
-    lines, rows = [], placeholder_rows(resolved.graph, adapters)
-    for options, part in conversations:
-        why = failed or _own_form(options, pretrained.path)
-        if not why and both.chat_template is None:
-            why = f"{type(both).__name__} has no chat template"
-        call = {**getattr(both, "images_kwargs", {}), "return_tensors": "pt"}
-        keys = () if images is None else images.valid_kwargs.__annotations__
-        if options.get("image_tiles") is False:
-            call |= dict.fromkeys(set(ONE_TILE) & set(keys), False)
-        own = options.get("pad_to_square") or (options.get("image_tiles") is False and not set(ONE_TILE) & set(keys))
-        processors = _Processors(
-            None if why else both, None if own else images, call, towers[0].call if towers else None
-        )
+    lines = []
+    for part in (part for part in parts if isinstance(part, ConversationsSource)):
+        if directory_of(resolved.recipe) is None:
+            continue
+        if part.preparation is None:
+            lines.append("data: nothing was compared with transformers' own processor: data.options name a tokenizer")
+            continue
         first = min(N_SAMPLES, len(part))
-        done = sum(_is_alike(part, index, rows, processors) for index in range(first))
-        what = (
-            [*["tokens"] * (processors.both is not None), *["pixels"] * (processors.images is not None)] if done else []
-        )
-        without = f"; prompts were not: {why}" if why else ""
-        of = f"of the first {counted(first, 'sample')}{'' if done in (0, first) else f', of {done} of them,'}"
-        compared = f"{' and '.join(what)} {of} equal those" if what else f"nothing {of} was compared with those"
-        lines.append(f"data: {compared} of transformers' own processor{without}")
+        done = sum(_is_alike(part, part.preparation, index) for index in range(first))
+        what = f"tokens and tensors of {done} of the first {counted(first, 'sample')} equal those"
+        lines.append(f"data: {what} of transformers' own processor")
     return lines
 
 
-def _loaded(path: Path) -> tuple[Any, Any, str]:
-    """The processors of a directory, of images and text and of images alone, and why the first does not load."""
-    from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
-
-    both, images, why = None, None, ""
+def _is_alike(part: ConversationsSource, preparation: Preparation, index: int) -> bool:
+    """Compare one sample; False if it cannot be read, which the run itself reports."""
     try:
-        both = AutoProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        if not isinstance(both, ProcessorMixin):
-            both, why = None, "transformers has no processor of images and text for it"
-    except Exception as error:  # whatever it lacks here
-        why = f"transformers' own does not load here ({' '.join(str(error).split())[:160]})"
-    try:  # Pillow's, which rounds as hetmesh does
-        images = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
-        if both is not None:
-            both.image_processor = images
-    except Exception:  # there is none
-        images = getattr(both, "image_processor", None)
-    return both, images, why
-
-
-def _own_form(options: Mapping[str, Any], path: Path) -> str:
-    """Why the prompts of a recipe are its own; empty where they are the directory's."""
-    raw = {"model": {"hf_path": str(path)}, "data": {"options": {"path": ""}}}
-    try:
-        filled = expand_hf_path(raw)["data"]["options"]
-    except RecipeError:  # a form that hetmesh does not know
-        return "the form of a conversation is the recipe's own"
-    custom = [f"data.options.{key}" for key in FORM if options.get(key) != filled.get(key)]
-    return f"{', '.join(custom)} is the recipe's own" if custom else ""
-
-
-def _is_alike(part: ConversationsSource, index: int, rows: ItemRows, processors: _Processors) -> bool:
-    """Compare one sample; False if nothing of it is compared: it cannot be read, or has other media than images."""
-    from PIL import Image, ImageOps
-
-    try:
-        meta, sample = part.meta(index), part.load(index)
-        turns, media = part.turns(index)
-    except SampleError:  # which the run itself reports
+        sample = part.load(index)
+        made = by_transformers(part, preparation, index)
+    except (SampleError, OSError, ValueError):
         return False
-    if any(kind != "image" for kind, _ in media):
+    if made is None:
         return False
-    pictures = [ImageOps.exif_transpose(Image.open(io.BytesIO(blob.read()))) for _, blob in media]
-    if pictures and processors.images is not None:
-        with _asking(meta.id, processors.images):
-            theirs = processors.images(images=[pictures], **processors.call)["pixel_values"]
-        items, shape = sample.media["image"], theirs.shape[-3:]
-        ours: Tensor | Sequence[Tensor] = items
-        if all(item.shape[-3:] == shape for item in items):
-            ours, theirs = torch.cat([item.reshape(-1, *shape) for item in items]), theirs.reshape(-1, *shape)
-        elif processors.patches is not None:
-            ours = processors.patches.collate(items, [item.size for item in meta.media])["media"]
-        _check_pixels(meta.id, ours, theirs, processors.images)
-    if processors.both is not None:
-        tokens = expand_tokens(sample, meta, Expander(rows)(meta).meta, part.placeholders).tokens
-        with _asking(meta.id, processors.both):
-            text = processors.both.apply_chat_template(turns, tokenize=False)
-            bos = processors.both.tokenizer.bos_token
-            more = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-            made = processors.both(text=[text], images=[pictures] if pictures else None, **processors.call, **more)
-        _check_tokens(meta.id, tokens.tolist(), made["input_ids"][0].tolist(), processors.both)
+    own = preparation.processor.own
+    _check_tokens(sample.id, sample.tokens.tolist(), made["input_ids"][0].tolist(), own)
+    _check_tensors(sample, made, own)
     return True
 
 
-@contextmanager
-def _asking(sample: str, processor: Any) -> Iterator[None]:
+def by_transformers(
+    part: ConversationsSource, preparation: Preparation, index: int, **more: Any
+) -> Mapping[str, Any] | None:
+    """What the directory's processor makes of a conversation, called as transformers' users call it, with `more`
+    options; None where the template takes no media, so that there is no such call. Raises SelfCheckError: it does not
+    take it; SampleError, OSError, ValueError: media cannot be read."""
+    turns, tools, media = part.turns(index)
+    opened = [_opened(preparation, kind, blob) for kind, blob in media]
+    own: Any = hf("AutoProcessor").from_pretrained(preparation.processor.path, local_files_only=True)
+    items = iter(opened)
+    messages = [
+        {**turn, "content": [_with_item(part_, items) for part_ in turn["content"]]}
+        if isinstance(turn["content"], list)
+        else turn
+        for turn in turns
+    ]
     try:
-        yield
-    except Exception as error:  # of transformers' own
-        name = type(processor).__name__
-        raise SelfCheckError(f"sample {sample!r}: transformers' {name} cannot take it: {error}") from error
-
-
-def _check_pixels(sample: str, ours: Tensor | Sequence[Tensor], theirs: Tensor, images: Any) -> None:
-    level = (images.rescale_factor if images.do_rescale else 1) / (min(images.image_std) if images.do_normalize else 1)
-    what = f"sample {sample!r}: pixel_values: "
-    if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
-        shapes = ours.shape if isinstance(ours, Tensor) else [pixels.shape for pixels in ours]
-        raise SelfCheckError(f"{what}{shapes}, and {theirs.shape} by transformers' {type(images).__name__}")
-    if len(far := ((ours - theirs).abs() > 1.01 * level).nonzero()):
-        at = tuple(far[0].tolist())
-        raise SelfCheckError(
-            f"{what}{len(far)} of {ours.numel()} differ by more than a grey level ({level:.4f}), first {list(at)}: "
-            f"{ours[at]:.4f}, and {theirs[at]:.4f} by transformers' {type(images).__name__}"
+        if preparation.processor.suffix:
+            question, answer = (turn["content"] for turn in turns)
+            more = {"images": opened, "suffix": answer}
+            return dict(own(text=question, return_tensors="pt", **more))
+        if any(kind == "video" for kind, _ in media):  # whose files `apply_chat_template` decodes by torchcodec
+            text = own.apply_chat_template(turns, chat_template=preparation.chat.template, tools=tools)
+            by_kind = {kind: [[x for k, x in zip(media, opened, strict=True) if k[0] == kind]] for kind, _ in media}
+            given = {**preparation.processor.options, **preparation.processor.arguments(by_kind)}
+            return dict(own(text=[text], return_tensors="pt", **given))
+        if not preparation.chat.takes_parts and media:
+            return None
+        made = own.apply_chat_template(
+            messages,
+            chat_template=preparation.chat.template,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={**preparation.processor.options, **more},
         )
+        return dict(made)
+    except Exception as error:  # of transformers' own
+        raise SelfCheckError(
+            f"sample {part.meta(index).id!r}: transformers' {type(own).__name__} cannot take it: {error}"
+        ) from error
 
 
-def _check_tokens(sample: str, ours: list[int], theirs: list[int], both: Any) -> None:
+def _opened(preparation: Preparation, kind: str, blob: Blob) -> Any:
+    """An item; a video as transformers decodes it."""
+    ours = preparation.opened(kind, blob, blob.read())
+    if not isinstance(ours, Clip):
+        return ours
+    with tempfile.NamedTemporaryFile(suffix=Path(blob.name).suffix) as file:
+        file.write(blob.read())
+        file.flush()
+
+        def wanted(metadata: Any, **_: Any) -> list[int]:
+            return preparation.processor.wanted_frames(metadata)
+
+        frames, metadata = hf("video_utils.load_video")(file.name, sample_indices_fn=wanted)
+    return Clip(frames, metadata)
+
+
+def _with_item(part: Mapping[str, Any], items: Any) -> dict[str, Any]:
+    return dict(part) if part["type"] == "text" else {**part, part["type"]: next(items)}
+
+
+def _check_tensors(sample: Sample, made: Mapping[str, Any], own: Any) -> None:
+    for unit in sample.units.values():
+        for key, ours in unit.items():
+            theirs: Tensor = as_tensor(made[key])
+            what = f"sample {sample.id!r}: {key}: "
+            if ours.shape != theirs.shape:
+                raise SelfCheckError(f"{what}{ours.shape}, and {theirs.shape} by transformers' {type(own).__name__}")
+            if len(far := (ours != theirs).nonzero()):
+                at = tuple(far[0].tolist())
+                raise SelfCheckError(
+                    f"{what}{len(far)} of {ours.numel()} differ, first {list(at)}: {ours[at]}, and {theirs[at]} by "
+                    f"transformers' {type(own).__name__}"
+                )
+
+
+def _check_tokens(sample: str, ours: list[int], theirs: list[int], own: Any) -> None:
     if ours == theirs:
         return
     pairs = zip(ours, theirs, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    said = [repr(both.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (ours, theirs)]
+    said = [repr(own.tokenizer.decode(ids[at : at + 1])) if at < len(ids) else "the end" for ids in (ours, theirs)]
     raise SelfCheckError(
         f"sample {sample!r}: input_ids: token {at} of {len(ours)} is {said[0]}, and {said[1]} of {len(theirs)} by "
-        f"transformers' {type(both).__name__}"
+        f"transformers' {type(own).__name__}"
     )

@@ -20,14 +20,15 @@ from torch import Tensor, nn
 
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
-from hetmesh.data.source import Sample
-from hetmesh.data.synthetic import MemorySource
+from hetmesh.data.preparation import Preparation
 from hetmesh.errors import RecipeError, SampleError, SelfCheckError
 from hetmesh.graph import ModuleGraph
-from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.graph.sample import kinds_of
 from hetmesh.models import AdapterRequest, placeholder_rows
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.split.encoder_half import HfEncoderAdapter, load_whole, whole_logits
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.units import MADE, taken
+from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
@@ -35,6 +36,7 @@ from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.one_process import OneProcess, on_one_rank
+from hetmesh.verify.self_check_samples import processed_samples, self_check_source
 
 NOT_COMPARED = (
     "on short random samples (text alone, one item, several) in fp32 and one process; not compared: prompts, what a "
@@ -88,19 +90,29 @@ def self_check(recipe: Recipe) -> float:
         )
     whole = whole_model(pretrained)
     encoders = _encoders(recipe, whole)
-    placeholders = {at: _placeholder(whole, encoder.media) for at, encoder in encoders.items()}
-    shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [encoder.call.blank] for at, encoder in encoders.items()}
-    around = {at: whole.around[encoder.media] for at, encoder in encoders.items() if encoder.media in whole.around}
-    dims = {at: encoder.call.size_dims for at, encoder in encoders.items()}
-    source = self_check_source(whole.config, shapes, placeholders, dims, around)
+    placeholders = {at: _placeholder(whole, kinds_of(encoder.media)[0]) for at, encoder in encoders.items()}
+    kinds = {at: encoder.media for at, encoder in encoders.items()}
+    processed = bool(kinds) and all(encoder.units is not None for encoder in encoders.values())
+    calls = {at: encoder.call for at, encoder in encoders.items() if encoder.call is not None}
+    shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [call.blank] for at, call in calls.items()}
+    around = {at: whole.around[media] for at, media in kinds.items() if media in whole.around}
+    dims = {at: call.size_dims for at, call in calls.items()}
+    if processed:
+        read = [kind for media in kinds.values() for kind in kinds_of(media)]
+        options = recipe.data.options if recipe.data.source == "conversations" else {}
+        template = options.get("chat_template")
+        source = processed_samples(Preparation(pretrained.path, {}, template, "[data.options]"), read)
+    else:
+        source = self_check_source(whole.config, shapes, placeholders, dims, around)
     training = {"local_batch_size": len(source), "pack_samples": recipe.training.pack_samples, "dtype": "float32"}
     alone = on_one_rank(recipe, **training)
     resolved = resolve(alone, source)
     graph = resolved.graph
-    for at, rows in placeholder_rows(graph, resolved.adapters).items():
-        shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
-    source = self_check_source(whole.config, shapes, placeholders, dims, around)
-    resolved = resolve(alone, source)
+    if not processed:
+        for at, rows in placeholder_rows(graph, resolved.adapters).items():
+            shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
+        source = self_check_source(whole.config, shapes, placeholders, dims, around)
+        resolved = resolve(alone, source)
     loader = Loader(source, len(source), resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     with torch.no_grad():
@@ -114,7 +126,7 @@ def _encoders(recipe: Recipe, whole: WholeModel) -> dict[str, HfEncoderAdapter]:
     """By placeholder how its items are handed to the whole model, whatever adapters the recipe names."""
     encoders: dict[str, HfEncoderAdapter] = {}
     for name, media in recipe.wiring.media.items():
-        if media is not None and TOWERS.get(media) in whole.towers:
+        if media is not None and TOWERS.get(kinds_of(media)[0]) in whole.towers:
             (at,) = recipe.wiring.topology.placeholders(name)
             request = AdapterRequest(
                 name, media=media, consumers=(recipe.sink,), model="hf_encoder", pretrained=whole.pretrained
@@ -135,6 +147,7 @@ def _compare_rows_of_items(
 ) -> list[tuple[int, ...]]:
     """The shapes of a small and a larger item, or of those that the modules take."""
     taken = []
+    assert encoder.call is not None
     for shape in encoder.call.examples():
         try:
             ours, theirs = rows(shape), encoder.item_rows(shape)
@@ -179,10 +192,10 @@ def _by_transformers(
         inputs_of_head.clear()
         rows = {}
         for at, encoder in encoders.items():
-            if items := sample.media.get(at, ()):
-                batch = encoder.call.collate(items, [item.size for item in meta.media if item.name == at])
-                n_rows = sum(item.rows for item in meta.media if item.name == at)
-                rows[at] = encoder.encode(model, batch)[""][:n_rows]
+            if n_rows := sum(item.rows for item in meta.media if item.name in kinds_of(encoder.media)):
+                batch = encoder.collate([sample], [meta])
+                made = encoder.encode(model, batch)[""]
+                rows[at] = taken(made, batch) if MADE in batch else made[:n_rows]
         values[meta.id] = Values(logits, hidden, rows, (relative(other, hidden), relative(other_logits, logits)))
     return values
 
@@ -285,70 +298,3 @@ def check_close(actual: Tensor, expected: Tensor, what: str, noise: float = 0.0)
             f"{noise:.1e}: compare it with weights that are not random"
         )
     raise SelfCheckError(f"{message}{min(bound, MAX_TOLERANCE):.0e} would be rounding")
-
-
-KINDS = ("text alone", "one item", "several items", "several items of all kinds")
-TEXT_TOKENS = 7
-"""Text tokens before, between and after items."""
-
-Shapes = Mapping[str, Sequence[tuple[int, ...]]]
-"""By placeholder the extents (`MediaItem.extent`) of a small and a larger item."""
-
-
-def self_check_source(
-    config: Any,
-    shapes: Shapes,
-    placeholders: Mapping[str, int],
-    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
-    around: Mapping[str, tuple[int, int]],
-) -> MemorySource:
-    """One random sample of each of `KINDS`, the last text of which is the target.
-
-    Args:
-        config: the whole model's; tokens that mean something to it are left out of the text.
-        placeholders: token id by placeholder.
-        size_dims: by placeholder how many numbers of an extent are the size.
-        around: by placeholder the token before and after an item, where the model has some.
-    """
-    draw = torch.Generator().manual_seed(0)
-    vocabulary = config.get_text_config().vocab_size
-    special = _special(config) | {*placeholders.values(), 0}
-    text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
-
-    def sample(name: str, items: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[SampleMeta, Sample]:
-        def words() -> list[int]:
-            return text[torch.randint(len(text), (TEXT_TOKENS,), generator=draw)].tolist()
-
-        tokens, media = words(), []
-        payload: dict[str, list[Tensor]] = {}
-        for kind, extent in items:
-            before, after = ([token] for token in around[kind]) if kind in around else ([], [])
-            tokens += before
-            end = len(extent) - size_dims[kind](extent)
-            media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
-            payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
-            tokens += [placeholders[kind], *after, *words()]
-        start = len(tokens)
-        tokens += words()  # the answer
-        meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
-        return meta, Sample(name, torch.tensor(tokens), payload)
-
-    first, (small, *larger) = next(iter(shapes.items()))
-    items: list[list[tuple[str, tuple[int, ...]]]] = [
-        [],
-        [(first, small)],
-        [(first, shape) for shape in (small, *larger, small)],
-        [(kind, shape) for kind in reversed(list(shapes)) for shape in shapes[kind]],
-    ]
-    pad = next(i for i in range(vocabulary) if i not in placeholders.values())
-    return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=True)], vocabulary, placeholders, pad)
-
-
-def _special(config: Any) -> set[int]:
-    """Ids of tokens that the config names."""
-    found: set[int] = set()
-    for part in (config, config.get_text_config()):
-        for key, value in part.to_dict().items():
-            if key.endswith(("_token_id", "_token_index")):
-                found |= {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
-    return found

@@ -1,11 +1,11 @@
 """Layouts of their own against common ones, in real steps on two cores: measured, and predicted before they ran.
 
-Four cases (`cases.py`), of which each gives the LLM's layout as it would be at scale and about a third of the FLOPs to
+Five cases (`cases.py`), of which each gives the LLM's layout as it would be at scale and about a third of the FLOPs to
 the encoder: (a) LLM tensor parallel 2: the encoder in the same layout against data parallel 2; (b) LLM pipeline 2: the
 encoder in front of the first stage, best cut, against the best of three_phase and bubble_fill (an encoder on ranks of
 its own has none of the two left); (c) LLM context parallel 2 with long text: the encoder computed on every rank, which
-is what others do and not the best homogeneous layout, against dealt out over the ranks; (d) lengths of chart-16k: no
-balancing against the default.
+is what others do and not the best homogeneous layout, against dealt out over the ranks; (d) lengths of chart-16k, (e)
+clips of 4 to 512 frames: no balancing against the default.
 
 Of each side several layouts compete: microbatch sizes, cuts, sharded or replicated encoders, schedules. The one that is
 predicted to be fastest runs. Predictions are what `hetmesh simulate` says of a recipe with `[profiling] profile` and
@@ -14,10 +14,10 @@ layout; the machine's links, memory and slowdown of busy cores are measured in t
 
 Both sides train the same samples, step by step in turns, each rank with one thread; the slower rank counts. Ranks are
 not pinned to cores: gloo's own threads would then wait for the computation that waits for them. `speedup` is the median
-over steps of the ratio of both sides' seconds; in (d), where lengths differ from step to step, the ratio of the seconds
-of all steps. `predicted` is the same of the predicted seconds of the same batches. `scatter` holds the quartiles of the
-ratios of single steps. `loss_difference` is the largest relative one in the first steps: that both sides train the
-same. `quiet` as in `bench.py schedule`: where it is false, run again.
+over steps of the ratio of both sides' seconds; in (d) and (e), where lengths differ from step to step, the ratio of the
+seconds of all steps. `predicted` is the same of the predicted seconds of the same batches. `scatter` holds the
+quartiles of the ratios of single steps. `loss_difference` is the largest relative one in the first steps: that both
+sides train the same. `quiet` as in `bench.py schedule`: where it is false, run again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ COMPARED = 2  # batches by which layouts are chosen; where lengths differ, all
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="a to d")
+    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE", help="a to e")
     parser.add_argument("--rounds", type=int, default=10, help="steps of each side (default %(default)s)")
     parser.add_argument("--profile-seconds", type=float, default=10.0, help="of a case's layers (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.1, help="of plain code in each round (default %(default)s)")

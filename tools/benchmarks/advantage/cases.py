@@ -1,4 +1,4 @@
-"""The four cases: a small VLM on two ranks, the LLM's layout given as it would be at scale, and the layouts beside it.
+"""The cases: a small VLM on two ranks, the LLM's layout given as it would be at scale, and the layouts beside it.
 
 Encoders are narrow and deep, as SigLIP is beside an LLM, and make about a third of the FLOPs. What both sides of a case
 share is written once: sizes, samples, optimizer, no recomputation, no sequence parallelism (it saves memory, and on two
@@ -27,7 +27,7 @@ tie_word_embeddings = false
 [[boundaries]]
 from = "{last}"
 to = "llm"
-at = "image"
+at = "{at}"
 
 [training]
 local_batch_size = {local}
@@ -98,6 +98,23 @@ law = "chart-16k"
 smaller = {smaller}
 """
 
+_CLIPS = """
+[modules.vision]
+model = "benchmarks.advantage.measure:ClipTower"
+config = {{ out_features = {width}, depth = {layers} }}
+
+[modules.projector]
+model = "mlp"
+
+[[boundaries]]
+from = "vision"
+to = "projector"
+
+[data]
+source = "digits_video"
+options = {{ max_frames = {frames}, tail = 0.6 }}
+"""
+
 _REPLICAS = "data_parallel_replicate_degree = 2"
 _SHARDS = "data_parallel_shard_degree = 2"
 _TENSOR = "tensor_parallel_degree = 2"
@@ -137,7 +154,8 @@ class Case:
         what: is compared.
         before, after: what is compared with what; of each, the layout that is fastest by prediction runs.
         also: layouts that are only predicted.
-        items: images of 256 rows in a sample; 0: charts, of which a step has more or less.
+        items: images of 256 rows in a sample; 0: charts or clips, of which a step has more or less.
+        frames: of the longest clip; 0: no clips.
         words: most tokens of text, half of them on average.
         samples: of a step.
     """
@@ -151,6 +169,7 @@ class Case:
     vision_width: int
     vision_layers: int
     items: int = 0
+    frames: int = 0
     words: int = 0
     also: tuple[Layout, ...] = ()
 
@@ -164,11 +183,12 @@ class Case:
 
     def text(self, layout: Layout, machine: str = "cpu", profile: str = "") -> str:
         """The recipe of `layout`, predicted and balanced by the files `machine` and `profile`."""
-        front = (_IMAGES if self.items else _CHARTS).format(
+        front = (_CLIPS if self.frames else _IMAGES if self.items else _CHARTS).format(
             vision=layout.vision,
             width=self.vision_width,
             layers=self.vision_layers,
             items=self.items,
+            frames=self.frames,
             text=self.words,
             smaller=1152 / self.vision_width,
         )
@@ -178,7 +198,8 @@ class Case:
             layers=self.layers,
             head=self.width // 4,
             inner=self.width * 11 // 4,
-            last="projector" if self.items else "vision",
+            last="projector" if self.items or self.frames else "vision",
+            at="video" if self.frames else "image",
             local=self.samples // (2 if tables["llm"] == _REPLICAS else 1),
             samples=self.samples,
             machine=machine,
@@ -290,12 +311,15 @@ def _context_parallel() -> Case:
     )
 
 
+def _balanced(sizes: tuple[int, ...], *modules: str) -> Iterator[tuple[Layout, ...]]:
+    """Layouts without balancing, and with the default."""
+    both = tuple((name, _REPLICAS) for name in modules)
+    for name, keys in (("no balancing", 'policy = "none"'), ("balanced", "")):
+        yield tuple(Layout(f"{name}, {_by(n)}", both, n, balance=keys) for n in sizes)
+
+
 def _charts() -> Case:
-    both = (("vision", _REPLICAS), ("llm", _REPLICAS))
-    none, auto = (
-        tuple(Layout(f"{name}, {_by(n)}", both, n, balance=keys) for n in (1, 2, 4))
-        for name, keys in (("no balancing", 'policy = "none"'), ("balanced", ""))
-    )
+    none, auto = _balanced((1, 2, 4), "vision", "llm")
     return Case(
         "data parallel 2, lengths of chart-16k: no balancing, or the default",
         none,
@@ -308,8 +332,23 @@ def _charts() -> Case:
     )
 
 
+def _clips() -> Case:
+    none, auto = _balanced((6, 12, 24), "vision", "projector", "llm")
+    return Case(
+        "data parallel 2, clips of 4 to 512 frames, half of them below 7: no balancing, or the default",
+        none,
+        auto,
+        samples=48,
+        width=256,
+        layers=3,
+        vision_width=160,
+        vision_layers=4,
+        frames=512,
+    )
+
+
 def _by(microbatch: int) -> str:
     return f"microbatches of {microbatch}"
 
 
-CASES = {"a": _tensor_parallel(), "b": _pipeline(), "c": _context_parallel(), "d": _charts()}
+CASES = {"a": _tensor_parallel(), "b": _pipeline(), "c": _context_parallel(), "d": _charts(), "e": _clips()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import statistics
 import tempfile
 import time
@@ -24,6 +25,8 @@ WARM_UP = 2  # rounds
 _MESSAGES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # bytes of a sum over the ranks
 _PARAMETERS = 1 << 21
 _UPDATED = 32  # bytes per parameter that the simulator takes AdamW, clipping included, to read and write
+ClipTower = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "digits_video_tower.py"))["ClipTower"]
+"""The encoder of recipes/digits_video.toml, for recipes that do not lie beside it."""
 _BUSY = Sizes(256, 704, layers=2, samples=2, tokens=256)
 
 _MACHINE = """source = "measured by bench.py advantage before its runs"

@@ -1,8 +1,10 @@
-"""Stores that the path of a recipe names: JSON files; tables, read through Hugging Face datasets; tar shards."""
+"""Stores that the path of a recipe names: JSON or CSV; tables, read through Hugging Face datasets; tar shards."""
 
 from __future__ import annotations
 
+import csv
 import glob
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,28 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from hetmesh.data.stores.store import STALE, Blob, FileSpan, Record, RecordBlob, Store
+from hetmesh.data.stores.columns import MEDIA, Columns
+from hetmesh.data.stores.store import STALE, Blob, FileSpan, Record, RecordBlob, Store, data_url
 from hetmesh.data.stores.tar_shards import TarShards
+from hetmesh.data.turns import DATA_URL, is_file_name
 from hetmesh.errors import RecipeError, Refusals, SampleError
-from hetmesh.files import from_json, open_file, place_in, read_file
+from hetmesh.files import MAX_TEXT_BYTES, from_json, hub_hint, open_file, place_in, read_file
 
 TABLES = (".parquet", ".arrow")
 """Extensions of tables."""
 
-COLUMNS = ("messages", "conversations")
-"""Columns that hold a conversation: a list of turns, or its JSON text; of these the first that a table has."""
+SEPARATED = {".csv": ",", ".tsv": "\t"}
+"""Extensions of texts of columns, the first line of which names them, and what is between two."""
 
 
 class Tables(Store):
-    """One record per row. Media lie in columns called after their kind (`image`, `images`, `audio`): a row has one item
-    or a list, as bytes or as `{bytes, path}`; those that a conversation does not name are taken in order."""
+    """One record per row (`Columns`). A row has one item of media or a list, as bytes, `{bytes, path}` or file names;
+    those that a conversation does not name are taken in order."""
 
     in_order = True
 
-    def __init__(self, files: Sequence[Path], key: str) -> None:
+    def __init__(self, files: Sequence[Path], folders: Sequence[Path], key: str, columns: Columns) -> None:
         import datasets
 
-        self.files, self.arrays = tuple(files), {}
+        self.files, self.folders, self.arrays = tuple(files), tuple(folders), {}
         try:
             for file in () if files[0].is_dir() else files:
                 open_file(file).close()
@@ -49,13 +53,17 @@ class Tables(Store):
         if not isinstance(table, datasets.Dataset):
             raise RecipeError(f"{key}: {files[0]} holds the splits {list(table)}; name the folder of one")
         names = table.column_names
-        column = next((name for name in COLUMNS if name in names), None)
-        if column is None:
-            raise RecipeError(f"{key}: {files[0]} needs a column {' or '.join(COLUMNS)}, it has {names}")
-        self._column = column
+        try:
+            found = columns.of(names)
+        except ValueError as error:
+            raise RecipeError(f"{key}: {files[0]} {error}") from error
+        columns.note(names, found)
+        self._columns = columns
         self._table = table.with_format("arrow")  # rows as they are stored: no image is decoded
-        self._texts = self._table.select_columns([name for name in (column, "id") if name in names])
-        self._media = {kind: name for kind in ("image", "audio") for name in (f"{kind}s", kind) if name in names}
+        self._media = {kind: found.pop(kind) for kind in MEDIA if kind in found}
+        self._cells = {kind: self._table.select_columns([name]) for kind, name in self._media.items()}
+        kept = [*found.values(), *(name for name in columns.kept if name in names)]
+        self._texts = self._table.select_columns(list(dict.fromkeys(kept)))
 
     def __len__(self) -> int:
         return len(self._table)
@@ -63,14 +71,10 @@ class Tables(Store):
     def record(self, index: int) -> Record:
         """The conversation of row `index`."""
         row = self._row(self._texts, index)
-        value: dict[str, Any] = {name: row.column(name)[0].as_py() for name in row.column_names}
-        turns, name = value[self._column], f"{self.files[0].name}:{index}"
-        if isinstance(turns, str):
-            try:
-                value[self._column] = from_json(turns)
-            except ValueError as error:
-                raise SampleError(f"sample {name!r}: its column {self._column!r} is no JSON: {error}") from error
-        return Record(name, value, row.nbytes)
+        value = {key: _given(row.column(key)[0].as_py()) for key in row.column_names}
+        value |= dict.fromkeys(self._media.values())
+        inside = self.media_counts(index)
+        return self._columns.record(f"{self.files[0].name}:{index}", value, row.nbytes, inside=inside)
 
     def media_counts(self, index: int) -> Mapping[str, int]:
         """Items in the columns of media."""
@@ -85,7 +89,7 @@ class Tables(Store):
 
     def _cell(self, index: int, kind: str) -> Any:
         """The scalar of a row in the column of media of that kind, as arrow has it."""
-        return self._row(self._table.select_columns([self._media[kind]]), index).column(0)[0]
+        return self._row(self._cells[kind], index).column(0)[0]
 
     def _row(self, columns: Any, index: int) -> Any:
         """A row as arrow has it, once it is known to say of its parts what is so: pyarrow itself believes a file."""
@@ -106,44 +110,60 @@ class Tables(Store):
         if number >= len(items) or items[number] is None:
             raise OSError(f"row {index} has {len([i for i in items if i])} of {kind!r}, its conversation needs more")
         item = items[number]
-        if not isinstance(item, bytes | Mapping):
-            raise OSError(f"row {index} has a {type(item).__name__} as {kind!r}: must be bytes, or {{bytes, path}}")
-        data = item if isinstance(item, bytes) else item.get("bytes")
-        path = "" if isinstance(item, bytes) else item.get("path") or ""
-        if data is None:
-            raise OSError(f"row {index} has the {kind!r} {path!r} by name only: embed its bytes")
-        return RecordBlob(path or kind, len(data), lambda: data)
+        data = (item.get("bytes") or item.get("path")) if isinstance(item, Mapping) else item
+        if isinstance(data, bytes):
+            return RecordBlob((isinstance(item, Mapping) and item.get("path")) or kind, len(data), lambda: data)
+        if isinstance(data, str) and data.startswith(DATA_URL):
+            return data_url(data, lambda: data)
+        if not isinstance(data, str) or not is_file_name(data):
+            raise OSError(f"row {index} has {data!r:.80} as {kind!r}: must be bytes, {{bytes, path}} or a file's name")
+        return FileSpan(place_in(self.folders, data))
 
 
-def open_store(path: str, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> Store:
+def _given(value: Any) -> Any:
+    """A value without the keys that are null: a table gives all of its objects every key that one of them has."""
+    if isinstance(value, Mapping):
+        return {key: _given(item) for key, item in value.items() if item is not None}
+    return [_given(item) for item in value] if isinstance(value, list) else value
+
+
+def open_store(
+    path: str,
+    folders: Sequence[Path],
+    key: str,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    columns: Columns | None = None,
+) -> Store:
     """The store that `path` names: a file, or a pattern (`*`) of tar shards or tables.
 
     Args:
-        folders: where file names in records of JSON start, and others in which they may lie; none: that of `path`.
+        folders: where file names in records start, and others in which they may lie; none: that of `path`.
         key: the recipe key of `path`; errors begin with it.
         arrays: what `arrays` of such a store gave before, if it still holds: saves looking through the files.
+        columns: what the columns of records hold; None: what they usually hold.
 
     Raises:
         RecipeError: there is no such file, or it holds no records.
     """
-    files = find_files(path, key)
+    files, columns = find_files(path, key), columns or Columns()
+    folders = folders or [files[0].parent]
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
         raise RecipeError(f"{key} = {path!r}: files of one kind, got {sorted(kinds)}")
     if kinds == {".tar"}:
-        return TarShards(files, key, arrays)
+        return TarShards(files, key, columns, arrays)
     if kinds <= set(TABLES) or files[0].is_dir():
-        return Tables(files, key)
+        return Tables(files, folders, key, columns)
     if len(files) > 1:
-        raise RecipeError(f"{key} = {path!r}: of JSON files give one, or make tar shards or tables of them")
-    return JsonFile(files[0], folders or [files[0].parent], key, arrays)
+        raise RecipeError(f"{key} = {path!r}: of JSON or CSV files give one, or make tar shards or tables of them")
+    return JsonFile(files[0], folders, key, columns, arrays)
 
 
 def find_files(path: str, key: str) -> tuple[Path, ...]:
     """The files that `path` names. Raises RecipeError: there are none."""
     files = tuple(Path(name) for name in sorted(glob.glob(path))) if glob.has_magic(path) else (Path(path),)
     if not files or not all(file.is_file() or (file / "dataset_info.json").is_file() for file in files):
-        raise RecipeError(f"{key} = {path!r}: there is no such file")
+        raise RecipeError(f"{key} = {path!r}: there is no such file{hub_hint(path, 'dataset')}")
     return files
 
 
@@ -156,17 +176,22 @@ def check_exist(files: Mapping[str, str | None], folders: Iterable[tuple[str, st
                 find_files(str(Path(value).expanduser()), f"{key} {option}")
     for option, value in folders:
         if value is not None and not Path(value).expanduser().is_dir():
-            refusals.add(f"{key} {option} = {value!r}: there is no such directory")
+            refusals.add(f"{key} {option} = {value!r}: there is no such directory{hub_hint(value)}")
     refusals.finish()
 
 
 class JsonFile(Store):
-    """One record per line, or a JSON list of records; media are files in some folders, names start in the first."""
+    """A record per line, a JSON list of records, or CSV; media are files in some folders, names start in the first."""
 
     def __init__(
-        self, path: Path, folders: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        path: Path,
+        folders: Sequence[Path],
+        key: str,
+        columns: Columns,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        self.path, self.folders = path, tuple(folders)
+        self.path, self.folders, self._columns = path, tuple(folders), columns
         self.files = (path,)
         self._list: list[Any] | None = None
         with path.open("rb") as file:
@@ -176,8 +201,10 @@ class JsonFile(Store):
                 self._list = from_json(read_file(path))
             except ValueError as error:
                 raise RecipeError(f"{key} = '{path}': begins as a JSON list, but is none: {error}") from error
+        elif path.suffix in SEPARATED:
+            self._list = _rows(path, key)
         if arrays is None:
-            arrays = {"starts": np.zeros(0, np.int64) if is_list else _line_starts(path)}
+            arrays = {"starts": np.zeros(0, np.int64) if self._list is not None else _line_starts(path)}
         elif arrays["starts"].dtype != np.int64 or arrays["starts"].ndim != 1 or (arrays["starts"] < 0).any():
             raise RecipeError(f"{key}: {STALE}")
         self.arrays = arrays
@@ -189,16 +216,17 @@ class JsonFile(Store):
         """The record in line `index`; empty lines do not count."""
         name = f"{self.path.name}:{index}"
         if self._list is not None:
-            return Record(name, self._list[index], len(json.dumps(self._list[index])))
+            return self._columns.record(name, self._list[index], len(json.dumps(self._list[index])))
         with self.path.open("rb") as file:
             file.seek(int(self.arrays["starts"][index]))
             line = file.readline()
         try:
-            return Record(name, from_json(line), len(line))
+            value = from_json(line)
         except ValueError as error:
             raise SampleError(
                 f"sample {name!r}: must be an object with `messages`, but the line is no JSON: {error}"
             ) from error
+        return self._columns.record(name, value, len(line))
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """The file of that name."""
@@ -216,3 +244,16 @@ def _line_starts(path: Path) -> np.ndarray:
                 starts.append(offset)
             offset += len(line)
     return np.array(starts, np.int64)
+
+
+def _rows(path: Path, key: str) -> list[dict[str, Any]]:
+    """The rows of a CSV file, by the names in its first line; all of them are texts."""
+    try:
+        csv.field_size_limit(MAX_TEXT_BYTES)  # a cell may hold an image as a data URL
+        text = io.StringIO(read_file(path).decode("utf-8-sig"))
+        names, *rows = [row for row in csv.reader(text, delimiter=SEPARATED[path.suffix]) if row] or [[]]
+        if len({*names}) < len(names) or any(len(row) != len(names) for row in rows):
+            raise ValueError(f"each row must have one text for each of the columns {names}, no two of one name")
+    except (ValueError, csv.Error) as error:
+        raise RecipeError(f"{key} = '{path}': cannot be read as {path.suffix} of UTF-8: {error}") from error
+    return [dict(zip(names, row, strict=True)) for row in rows]

@@ -107,7 +107,10 @@ class FileSpan:
         """Its bytes."""
         if self.size is not None:
             return self.size
-        status = self.path.stat()
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            raise FileNotFoundError("there is no such file; names start in [data.options] media_folder") from None
         if not stat.S_ISREG(status.st_mode):  # reading a pipe may never end
             raise OSError(f"{self.path} is not a regular file")
         return status.st_size - self.offset

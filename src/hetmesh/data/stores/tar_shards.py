@@ -11,30 +11,34 @@ from typing import Any
 
 import numpy as np
 
+from hetmesh.data.stores.columns import Columns
 from hetmesh.data.stores.store import STALE, Blob, FileSpan, Record, Store
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.files import from_json
 from hetmesh.graph.meta_arrays import check_ends
 
 TEXTS = ("json", "txt")
-"""Members of a tar shard that make a record, by extension; of these the first that a sample has."""
+"""Members of a tar shard that make a record, by extension."""
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
-SOUNDS = ("wav", "npy")
-UNREAD = ("mp3", "flac", "ogg", "opus", "m4a", "aac", "mp4", "avi", "mov", "mkv", "webm")
-"""Recordings and videos, which are not read: a caption of one is no text by itself."""
+SOUNDS = ("wav", "npy", "mp3", "flac", "ogg", "opus", "m4a", "aac")
+FORMATS = {"image": IMAGES, "video": ("mp4", "avi", "mov", "mkv", "webm"), "audio": SOUNDS}
+"""Kind of media -> extensions of its files."""
 
 
 class TarShards(Store):
     """Consecutive members `KEY.EXTENSION` of one key are a sample.
 
     Members are found once and read by their offset from a plain file. `KEY.json` is a record whose media are named by
-    extension or file name; `KEY.txt` is what the assistant says of all images and recordings beside it, in their order.
-    A shard that ends too early makes its last sample unreadable: what came after cannot be known.
+    extension or file name. `KEY.txt` is what the assistant says of all images and recordings beside it, in their order,
+    unless `KEY.json` is a conversation itself; a JSON caption counts where there is no `KEY.txt` (`Columns`). A shard
+    that ends too early makes its last sample unreadable: what came after cannot be known.
     """
 
-    def __init__(self, files: Sequence[Path], key: str, arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        self.files = tuple(files)
+    def __init__(
+        self, files: Sequence[Path], key: str, columns: Columns, arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        self.files, self._columns = tuple(files), columns
         self.arrays = _scan(self.files, key) if arrays is None else arrays
         if arrays is not None:
             try:
@@ -79,15 +83,19 @@ class TarShards(Store):
             raise SampleError(f"sample {key!r}: {shard} is cut off: it ends within this sample or after it")
         if len(members) < len(stored):
             raise SampleError(f"sample {key!r} of {shard}: it has two members of one extension")
-        text = next((name for name in TEXTS if name in members), None)
-        if text is None:
+        if not members.keys() & {*TEXTS}:
             raise SampleError(f"sample {key!r} of {shard}: it has no .json and no .txt, only {list(members)}")
+        used = [name for name in ("json",) if name in members]
         try:
-            data = members[text].read()
-            value = from_json(data) if text == "json" else _caption(data.decode(), members)
-        except (OSError, ValueError) as error:
+            value: Any = from_json(members["json"].read()) if used else {}
+            if "txt" in members and self._columns.takes_caption(value):
+                used.append("txt")
+                value = {**value, "text": members["txt"].read().decode()}
+        except (OSError, ValueError, TypeError) as error:
             raise SampleError(f"sample {key!r} of {shard}: {error}") from error
-        return Record(key, value, len(data), tuple(name for name, _ in stored if extension(name) != text))
+        left = tuple(name for name, _ in stored if extension(name) not in used)
+        size = sum(members[name].length for name in used)
+        return self._columns.record(key, value, size, left, beside=lambda: _media(members), where=f" of {shard}")
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
         """The member with this name, else with this extension, else with this name in its folder."""
@@ -98,16 +106,13 @@ class TarShards(Store):
         raise OSError(f"there is no member {value!r}, only {[name for name, _ in self._members(index)]}")
 
 
-def _caption(text: str, members: Mapping[str, FileSpan]) -> dict[str, Any]:
-    """The conversation of a caption. Raises ValueError if a member beside it holds media that are not read."""
+def _media(members: Mapping[str, FileSpan]) -> dict[str, list[str]]:
+    """The names of the media among members. Raises ValueError if all that is beside the text is something else."""
     formats = {name: name.rpartition(".")[2] for name in members}  # x.0.png and x.seg.png are images too
-    if unread := [span.name for name, span in members.items() if formats[name] in UNREAD]:
-        raise ValueError(f"{unread[0]!r} cannot be read; images may be {IMAGES}, recordings {SOUNDS}")
-    media = [{"type": "image", "image": members[name].name} for name, form in formats.items() if form in IMAGES]
-    media += [{"type": "audio", "audio": members[name].name} for name, form in formats.items() if form in SOUNDS]
-    if not media and (others := [span.name for name, span in members.items() if name not in TEXTS]):
-        raise ValueError(f"it has only {others[0]!r} beside its text; images may be {IMAGES}, recordings {SOUNDS}")
-    return {"messages": [{"role": "user", "content": media}, {"role": "assistant", "content": text}]}
+    media = {kind: [members[n].name for n, form in formats.items() if form in known] for kind, known in FORMATS.items()}
+    if not any(media.values()) and (others := [span.name for name, span in members.items() if name not in TEXTS]):
+        raise ValueError(f"it has only {others[0]!r} beside its text; media may be {FORMATS}")
+    return media
 
 
 def extension(name: str) -> str:

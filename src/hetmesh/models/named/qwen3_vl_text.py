@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hetmesh.errors import RecipeError
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import Abilities, AdapterRequest, ItemGrid
 from hetmesh.models.config_keys import hf, positive_int
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -99,21 +99,42 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
 
     Text advances all three axes. The rows of an image start where the text before it ended, each at its frame, height
     and width; the text after it continues from the larger of height and width (Qwen3-VL; transformers'
-    `Qwen3VLModel.get_rope_index`). Media without a grid count as text.
+    `Qwen3VLModel.get_rope_index`). Media without a grid count as text. Raises SampleError: an item has several runs.
     """
     parts, token, position = [], 0, 0
     for item in meta.media:
-        if item.name not in grids:
+        if (grid := grid_of(meta, item, grids)) is None:
             continue
+        if len(item.spans) > 1:
+            raise SampleError(
+                f"sample {meta.id!r}: the rows of the {item.name!r} at position {item.position} lie in "
+                f"{len(item.runs)} runs, whose positions the model of a directory alone knows ([model] hf_path)"
+            )
         text = item.position - token
         parts.append(np.tile(np.arange(position, position + text), (3, 1)))
         position += text
-        frames, height, width = grids[item.name](item.extent)
+        frames, height, width = grid
         parts.append(position + np.indices((frames, height, width)).reshape(3, -1))
-        token = item.position + item.rows
+        token = item.stop
         position += max(height, width)
     parts.append(np.tile(np.arange(position, position + meta.tokens - token), (3, 1)))
     return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())
+
+
+def grid_of(meta: SampleMeta, item: MediaItem, grids: Mapping[str, ItemGrid]) -> tuple[int, int, int] | None:
+    """Frames, height and width of an item's rows; None where positions count it as text. Raises SampleError: the size
+    of a placed item is not the grid of its rows."""
+    if not item.runs:
+        return grids[item.name](item.extent) if item.name in grids else None
+    if item.name == "audio":
+        return None
+    frames, height, width = (*item.size, 0, 0, 0)[:3]
+    if frames * height * width != item.rows:
+        raise SampleError(
+            f"sample {meta.id!r}: the size of the {item.name!r} at position {item.position} is {item.size}, from which "
+            f"positions follow; it must be frames, height and width of the grid of its {item.rows} rows"
+        )
+    return frames, height, width
 
 
 class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):

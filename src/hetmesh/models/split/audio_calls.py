@@ -72,6 +72,26 @@ class PaddedFrames(Frames):
         return {"media": torch.stack(list(items)), "mask": _mask([n for (n,) in sizes], self.frames)}
 
 
+@dataclass(frozen=True)
+class AllFrames(Frames):
+    """Recordings padded to `frames` by the feature extractor, all of which become rows (Whisper)."""
+
+    frames: int
+
+    def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.mel, self.frames), (self.mel, self.frames)
+
+    def units(self, shape: tuple[int, ...]) -> int:
+        return 1
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        if shape != (self.mel, self.frames):
+            raise SampleError(f"recordings must be of shape ({self.mel}, {self.frames}), got {shape}")
+
+    def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"input_features": batch["media"]}
+
+
 def _mask(lengths: Sequence[int], longest: int) -> Tensor:
     return (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
 
@@ -79,6 +99,7 @@ def _mask(lengths: Sequence[int], longest: int) -> Tensor:
 AUDIO_CALLS: Mapping[str, Callable[[Any], Frames]] = MappingProxyType(
     {
         "frames": lambda audio: Frames(audio.num_mel_bins),
+        "all_frames": lambda audio: AllFrames(audio.num_mel_bins, 2 * audio.max_source_positions),
         "padded_frames": lambda audio: PaddedFrames(audio.num_mel_bins, 2 * audio.max_source_positions),
     }
 )
@@ -93,7 +114,7 @@ def audio_call(name: str | None, model: Any, config: Any) -> ItemCall:
         known = {"input_features", "feature_attention_mask"}
         if not known <= parameters.keys() or required_arguments(parameters) - known:
             raise LookupError(f"its get_audio_features takes {sorted(parameters)}, not {sorted(known)} alone")
-    return AUDIO_CALLS[name or "frames"](config.audio_config)
+    return AUDIO_CALLS[name or "frames"](getattr(config, "audio_config", config))
 
 
 def features_of_padded(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import check_keys
@@ -20,9 +19,16 @@ from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.named.encoder import check_encoder
 from hetmesh.models.split.audio_calls import audio_call, features_of_padded
 from hetmesh.models.split.item_calls import ItemCall, apart, image_call
-from hetmesh.models.split.rope_index import media_tokens
-from hetmesh.models.split.tower_plan import repeated_blocks, token_gathered, tower_blocks, tower_plan
+from hetmesh.models.split.tower_plan import (
+    hand_on,
+    largest_parts,
+    repeated_blocks,
+    token_gathered,
+    tower_blocks,
+    tower_plan,
+)
 from hetmesh.models.split.tower_stages import TowerStage, stages_of
+from hetmesh.models.split.units import MADE, UnitCalls, joined_rows, taken, unit_calls
 from hetmesh.models.split.whole_model import TOWERS, PartAdapter, WholeModel, features_of, whole_model
 from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stage_views import PREVIOUS, is_absent
@@ -33,13 +39,17 @@ class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
+        call: how items that a source hands over as tensors are given to it; None: only units of the directory's
+            processor are.
+        units: how those that the directory's processor makes are; None: it has none.
         projects: its rows are those for the LLM; else what the projector takes, which is a separate module.
     """
 
     whole: WholeModel
     part: str
     media: str
-    call: ItemCall
+    call: ItemCall | None
+    units: UnitCalls | None = None
     projects: bool = True
     in_features: None = None
 
@@ -54,30 +64,35 @@ class HfEncoderAdapter(PartAdapter):
         if not isinstance(projects, bool):
             raise RecipeError(f"{request.key}.config.projector: must be true or false, got {projects!r}")
         media, whole = check_encoder(request, "a tower"), whole_model(request.pretrained)
-        part = TOWERS.get(media)
+        kinds = kinds_of(media)
+        part = TOWERS.get(kinds[0])
         if part is None or part not in whole.towers:
             read = [kind for kind, tower in TOWERS.items() if tower in whole.towers]
-            raise RecipeError(f"{request.key}.media = {media!r}: {whole.model_class.__name__} has a tower for {read}")
-        name = whole.family.calls.get(media)
+            raise RecipeError(f"{request.key}.media = {media!r}: {whole.model_class.__name__} has towers for {read}")
+        units, reason = unit_calls(whole, kinds)
         try:
-            call = (audio_call if media == "audio" else image_call)(name, whole.model, whole.config)
+            call = _call(whole, kinds[0])
         except LookupError as error:
-            raise RecipeError(f"{request.key}: {whole.model_class.__name__}: {error.args[0]}") from error
-        except (AttributeError, TypeError) as error:
-            raise RecipeError(
-                f"{request.key}: the config of {whole.model_class.__name__}'s tower does not say what its items are "
-                f"like: {error}"
-            ) from error
+            if units is None:
+                reason = reason or f"{whole.model_class.__name__}: {error.args[0]}"
+                raise RecipeError(f"{request.key}: {reason}") from error
+            call = None
         if not projects:
             _ = whole.owners_apart
-        if share := getattr(getattr(whole.config, f"{part}_config"), "encoder_layerdrop", 0):
+        if share := getattr(whole.config_of(part), "encoder_layerdrop", 0):
             raise RecipeError(
                 f"{request.key}: its config.json says {part}_config.encoder_layerdrop = {share}; every layer runs in "
                 "every microbatch, on every rank, so it must be 0"
             )
-        adapter = cls(whole, part, media, call, projects)
+        adapter = cls(whole, part, media, call, units, projects)
         try:
-            _ = adapter._rows_of_part
+            try:
+                _ = adapter._rows_of_part
+            except SampleError:
+                if units is None:
+                    raise
+                adapter = replace(adapter, call=None)
+            _ = adapter._blank_rows
             if not projects:
                 adapter.check_nothing_follows()
         except SampleError as error:
@@ -87,7 +102,15 @@ class HfEncoderAdapter(PartAdapter):
 
     @property
     def out_features(self) -> int:
-        return self._probe(self.call.blank)[""].shape[-1]
+        return self._blank_rows[""].shape[-1]
+
+    @cached_property
+    def placed_rows(self) -> int:
+        """Rows for each row of the LLM's: several where a projector that is a separate module joins them."""
+        if self.projects or self.units is None:
+            return 1
+        rows = sum(batching.blank_rows for batching in self.units.batchings.values())
+        return len(self._rows(self._flat, self._blank)[""]) // rows
 
     @property
     def owners(self) -> Mapping[str, str]:
@@ -95,12 +118,13 @@ class HfEncoderAdapter(PartAdapter):
 
     @property
     def abilities(self) -> Abilities:
-        config = getattr(self.whole.config, f"{self.part}_config")
+        config = self.whole.config_of(self.part)
         return Abilities(
             find_stages=lambda: self._stages,
             stage_batch=self.stage_batch,
-            side_outputs=tuple(name for name in self._probe(self.call.blank) if name),
-            item_grid=self._grid if self.call.grid(self.call.blank) is not None else None,
+            placed_rows=self.placed_rows,
+            side_outputs=tuple(name for name in self._blank_rows if name),
+            item_grid=self._grid if self.call is not None and self.call.grid(self.call.blank) is not None else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
             stored_forms=self.whole.stored_forms,
         )
@@ -123,8 +147,8 @@ class HfEncoderAdapter(PartAdapter):
         module = self._hollow(0)
         module.get_submodule(self.whole.projector).forward = other
         with torch.no_grad():
-            rows = self.encode(module, self._collated(self.call.blank))[""]
-        if not given or not torch.equal(rows, _joined(given[0])):
+            rows = self.encode(module, self._blank)[""]
+        if not given or not torch.equal(rows, joined_rows(given[0])):
             raise SampleError(f"{self.whole.model_class.__name__} changes what its projector gives, before its LLM")
 
     def layers(self) -> tuple[str, ...]:
@@ -134,11 +158,11 @@ class HfEncoderAdapter(PartAdapter):
     @cached_property
     def _layers(self) -> tuple[str, ...]:
         """In the order in which the smallest item enters them; one that it does not enter follows the one before."""
-        named = tuple(_layers(self._empty, repeated_blocks(self._empty)))
+        named = tuple(largest_parts(self._empty, repeated_blocks(self._empty)))
         module, called = self._hollow(0), list[str]()
         for name in named:
             module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
-        self._rows(module, self.call.blank)
+        self._rows(module, self._blank)
         place, last = dict[str, int](), -1
         for name in named:
             place[name] = last = called.index(name) if name in called else last
@@ -156,7 +180,7 @@ class HfEncoderAdapter(PartAdapter):
 
     def _works(self, module: nn.Module) -> bool:
         try:
-            self._rows(module, self.call.blank)
+            self._rows(module, self._blank)
         except Exception:  # whatever reshaping by full sizes leads to
             return False
         return True
@@ -184,7 +208,7 @@ class HfEncoderAdapter(PartAdapter):
         module = build_empty(self)
         tuples: dict[type, bool] = {}
         for name in tower_blocks(module)[blocks:]:
-            _hand_on(module.get_submodule(name), tuples)
+            hand_on(module.get_submodule(name), tuples)
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
@@ -197,7 +221,7 @@ class HfEncoderAdapter(PartAdapter):
         known = self.__dict__.setdefault("_probed", {})
         if shape not in known:
             try:
-                known[shape] = self._rows(self._flat, shape)
+                known[shape] = self._rows(self._flat, self._collated(shape))
             except Exception as error:  # whatever the model makes of a size that it does not know
                 raise SampleError(
                     f"{self.whole.model_class.__name__} cannot read {self.media!r} of shape {shape}: "
@@ -205,35 +229,67 @@ class HfEncoderAdapter(PartAdapter):
                 ) from error
         return known[shape]
 
-    def _rows(self, module: nn.Module, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    def _rows(self, module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         with torch.no_grad():
-            outputs = self.encode(module, self._collated(shape))
+            outputs = self.encode(module, batch)
         return {name: rows.to("meta") for name, rows in outputs.items()}
+
+    @property
+    def _blank(self) -> dict[str, Any]:
+        """The smallest item, which a batch without items computes and drops: every parameter takes part in every
+        microbatch."""
+        if self.units is not None:
+            return self.units.blank()
+        assert self.call is not None
+        return self._collated(self.call.blank)
+
+    @cached_property
+    def _blank_rows(self) -> dict[str, Tensor]:
+        if self.units is None:
+            assert self.call is not None
+            return self._probe(self.call.blank)
+        try:
+            return self._rows(self._flat, self._blank)
+        except Exception as error:  # whatever the model makes of it
+            raise SampleError(
+                f"{self.whole.model_class.__name__} cannot read what its processor makes of {self.media!r}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _collated(self, extent: tuple[int, ...]) -> dict[str, Tensor]:
         """An item of ones."""
+        assert self.call is not None
         shape, size = apart(self.call, extent)
         return self.call.collate([torch.ones(shape)], [size])
 
     def encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        if "media" not in batch:
+            assert self.units is not None
+            outputs = [_by_name(out) for out in self.units.rows(module, batch, dtype)]
+            return {name: torch.cat([each[name] for each in outputs]) for name in outputs[0]}
+        assert self.call is not None
         arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
-        method = features_of(module, self.media)
+        method = features_of(module, kinds_of(self.media)[0])
         if method is None:
             return {"": features_of_padded(module, **arguments)}
         out = method(**arguments, return_dict=True)
-        features = getattr(out, "deepstack_features", None) or ()
-        rows = out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"])
-        return {"": _joined(rows)} | {f"{FEATURE}{i}": _joined(feature) for i, feature in enumerate(features)}
+        return _by_name(out, out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"]))
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        assert self.call is not None
         self.call.check(shape)
         grid = self.call.grid(shape)
         assert grid is not None
         return grid
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
+        if self.call is None:
+            raise SampleError(
+                f"{self.whole.model_class.__name__} reads {self.media!r} as its own processor prepares them, and the "
+                "data source hands over tensors"
+            )
         shape = tuple(shape)
         self.call.check(shape)
         if self._rows_of_part:
@@ -243,21 +299,28 @@ class HfEncoderAdapter(PartAdapter):
     @cached_property
     def _rows_of_part(self) -> int:
         """Rows of each of the equal parts of an item, where a small and a larger one have as many; else 0."""
+        if self.call is None:
+            return 0
         small, larger = (divmod(len(self._probe(s)[""]), self.call.units(s)) for s in self.call.examples())
         return small[0] if small == larger and small[1] == 0 else 0
 
-    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Any]:
+        if self.units is not None and all(item.runs for item in self._items(metas)):
+            return self.units.batch(samples, metas, self.placed_rows)
         return self._batch(media_items(samples, metas, self.media), metas)
+
+    def _items(self, metas: Sequence[SampleMeta]) -> list[MediaItem]:
+        return [item for meta in metas for item in meta.media if item.name in kinds_of(self.media)]
 
     def stage_batch(self, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
         """What later stages read: of the same shapes."""
-        known = [item for meta in metas for item in meta.media if item.name == self.media]
-        return self._batch([torch.ones(apart(self.call, item.extent)[0]) for item in known], metas)
+        assert self.call is not None
+        return self._batch([torch.ones(apart(self.call, item.extent)[0]) for item in self._items(metas)], metas)
 
     def _batch(self, items: Sequence[Tensor], metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        known = [item for meta in metas for item in meta.media if item.name == self.media]
+        known = self._items(metas)
         rows = sum(self.item_rows(item.extent) for item in known)
-        # Without items there is one that is dropped: every parameter takes part in every microbatch.
+        assert self.call is not None
         batch = self.call.collate(items, [item.size for item in known]) if items else self._collated(self.call.blank)
         return {**batch, "rows": torch.zeros(rows, 0)}
 
@@ -275,24 +338,21 @@ class HfEncoderAdapter(PartAdapter):
             outputs = stage.run(module, partial(self.encode, batch=batch), given, empty=not rows)
             if not stage.is_last:
                 return outputs[""]
+        if MADE in batch:
+            outputs = {name: taken(output, batch) for name, output in outputs.items()}
         if rows and len(outputs[""]) != rows:
             raise SampleError(f"{self.whole.model_class.__name__} made {len(outputs[''])} rows, {rows} were planned")
         outputs = {name: output[:rows] for name, output in outputs.items()}  # none of a blank item
         return outputs if len(outputs) > 1 else outputs[""]
 
 
-def _hand_on(block: Any, tuples: dict[type, bool]) -> None:
-    """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
-    `tuples`: what is known of kinds of blocks."""
-    own = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = (*args, *kwargs.values())[0]
-        if type(block) not in tuples:
-            tuples[type(block)] = isinstance(own(*args, **kwargs), tuple)
-        return (hidden,) if tuples[type(block)] else hidden
-
-    block.forward = forward
+def _call(whole: WholeModel, media: str) -> ItemCall:
+    """Raises LookupError: items are not handed over as tensors."""
+    try:
+        name = whole.family.calls.get(media)
+        return (audio_call if media == "audio" else image_call)(name, whole.model, whole.config)
+    except (AttributeError, TypeError) as error:
+        raise LookupError(f"the config of its tower does not say what its items are like: {error}") from error
 
 
 def kept_rows(rows: Sequence[Tensor], kept: Tensor) -> list[Tensor]:
@@ -300,62 +360,10 @@ def kept_rows(rows: Sequence[Tensor], kept: Tensor) -> list[Tensor]:
     return [rows[i] for i in kept.tolist()]
 
 
-def _joined(rows: Any) -> Tensor:
-    """Rows `[n, features]` from a tensor, or from one tensor per item."""
-    parts = [rows] if isinstance(rows, Tensor) else list(rows)
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-def _layers(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Iterator[str]:
-    """The blocks, and the largest other parts that hold parameters, in order of registration."""
-    for name, child in module.named_children():
-        fqn = f"{prefix}{name}"
-        if not any(True for _ in child.parameters()):
-            continue
-        if fqn in blocks or not any(block.startswith(f"{fqn}.") for block in blocks):
-            yield fqn
-        else:
-            yield from _layers(child, blocks, f"{fqn}.")
-
-
-def load_whole(whole: WholeModel) -> Any:
-    """The whole model with its weights in fp32, as transformers itself loads them."""
-    return whole.model_class.from_pretrained(
-        whole.pretrained.path,
-        dtype=torch.float32,
-        local_files_only=True,
-        attn_implementation=whole.config._attn_implementation,
-    )
-
-
-def whole_logits(
-    whole: WholeModel, model: Any, encoders: Mapping[str, HfEncoderAdapter], sample: SampleLike, meta: SampleMeta
-) -> Tensor:
-    """The logits `[targets, vocab]` of the targets of one expanded sample, by `model.forward` alone: no position, mask,
-    row or head of hetmesh's. `encoders`: by placeholder what hands its items over."""
-    parameters = inspect.signature(model.forward).parameters
-    dtype = next(p.dtype for p in model.parameters())
-    arguments: dict[str, Any] = {}
-    for kind, encoder in encoders.items():
-        items = sample.media.get(kind, ())
-        if not items:
-            continue
-        sizes = [item.size for item in meta.media if item.name == kind]
-        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
-        given = encoder.call.arguments(batch)
-        if "kept" in batch:  # called with items in another order, or one more
-            out = features_of(model, kind)(**given, return_dict=True)
-            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
-            given = {"mm_encoder_outputs": {kind: out}}
-        arguments |= given
-    by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
-    if by_type and not whole.around:
-        arguments["mm_token_type_ids"] = media_tokens(meta)
-    if whole.family.mask == "bidirectional_runs":
-        arguments["token_type_ids"] = media_tokens(meta)
-    elif whole.family.mask == "prefix":
-        first = min((start for start, _ in meta.targets), default=meta.tokens)
-        arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
-    ids = sample.tokens[None]
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
-    return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
+def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:
+    """The rows that a model's method gave, as `""`, and its side outputs by name."""
+    if isinstance(out, Tensor):
+        return {"": out}
+    features = getattr(out, "deepstack_features", None) or ()
+    named = {f"{FEATURE}{i}": joined_rows(feature) for i, feature in enumerate(features)}
+    return {"": joined_rows(out.pooler_output if rows is None else rows)} | named

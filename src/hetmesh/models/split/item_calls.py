@@ -265,7 +265,7 @@ def apart(call: ItemCall, extent: tuple[int, ...]) -> tuple[tuple[int, ...], tup
 def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
     """How images are handed to `model`: as the entry `name` of `CALLS`, or by the signature of its
     `get_image_features`."""
-    vision = config.vision_config
+    vision = getattr(config, "vision_config", config)
     if name is not None:
         return CALLS[name](config, vision)
     parameters = inspect.signature(features_of(model, "image")).parameters

@@ -54,6 +54,11 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         whole = whole_model(request.pretrained)
+        if not whole.has_llm or not (whole.towers or _is_causal(whole.model.get_decoder())):
+            raise RecipeError(
+                f"{request.pretrained}: {whole.model_class.__name__} has no LLM: a decoder, whose attention is causal, "
+                "and a head"
+            )
         config, shares = whole.text_config, whole.family.experts
         check_keys(request, (COEFFICIENT,) if shares else ())
         if config.vocab_size < request.vocab_size:
@@ -289,3 +294,7 @@ def _by_longest(config: Any) -> str | None:
     given = getattr(config, "rope_parameters", None) or {}
     tables = [given, *(table for table in given.values() if isinstance(table, Mapping))]  # one, or one by kind of layer
     return next((t["rope_type"] for t in tables if t.get("rope_type") in ("dynamic", "longrope")), None)
+
+
+def _is_causal(decoder: nn.Module) -> bool:
+    return all(getattr(part, "is_causal", True) for part in decoder.modules())

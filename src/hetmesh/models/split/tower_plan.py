@@ -47,6 +47,18 @@ def tower_blocks(module: nn.Module) -> tuple[str, ...]:
     return tuple(sorted(lists.values(), key=len)[-1]) if lists else ()
 
 
+def largest_parts(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Iterator[str]:
+    """The blocks, and the largest other parts that hold parameters, in order of registration."""
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        if not any(True for _ in child.parameters()):
+            continue
+        if fqn in blocks or not any(block.startswith(f"{fqn}.") for block in blocks):
+            yield fqn
+        else:
+            yield from largest_parts(child, blocks, f"{fqn}.")
+
+
 def tower_plan(tower: nn.Module, works: Callable[[nn.Module], bool]) -> tuple[Mapping[str, str], Mapping[str, int]]:
     """The plan of a tower, and the sizes that a degree must divide.
 
@@ -246,3 +258,17 @@ def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:
         if parameter is not None and (name == "weight" or dim == 0):
             shard._parameters[name] = nn.Parameter(parameter.detach().chunk(DEGREE, dim)[rank], requires_grad=False)
     return shard
+
+
+def hand_on(block: Any, tuples: dict[type, bool]) -> None:
+    """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
+    `tuples`: what is known of kinds of blocks."""
+    own = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = (*args, *kwargs.values())[0]
+        if type(block) not in tuples:
+            tuples[type(block)] = isinstance(own(*args, **kwargs), tuple)
+        return (hidden,) if tuples[type(block)] else hidden
+
+    block.forward = forward

@@ -22,6 +22,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.formatting import listed
 from hetmesh.models.adapter import AdapterDefaults
 from hetmesh.models.config_keys import hf
+from hetmesh.models.split.tower_alone import tower_of, with_rows
 from hetmesh.models.weights.load import saved_tensors
 from hetmesh.models.weights.model_forms import ModelForms, model_forms
 from hetmesh.models.weights.pretrained import Names, Pretrained
@@ -36,15 +37,18 @@ TOWERS: Mapping[str, str] = {media: part for part, media in MEDIA.items()}
 
 @dataclass(frozen=True, eq=False)
 class WholeModel:
-    """A `...ForConditionalGeneration` of transformers as its directory describes it. Made by `whole_model`.
+    """A `...ForConditionalGeneration` of transformers as its directory describes it, or a tower or an LLM alone. Made
+    by `whole_model`.
 
     Attributes:
         config: its config, with attention as hetmesh needs it.
+        has_llm: its towers are for an LLM that it has; else nothing but its tower is used.
     """
 
     pretrained: Pretrained
     config: Any
     model_class: Any
+    has_llm: bool = True
 
     @cached_property
     def model(self) -> Any:
@@ -107,14 +111,18 @@ class WholeModel:
 
     @cached_property
     def towers(self) -> Mapping[str, str]:
-        """Part -> FQN of its tower, without what follows it (projectors)."""
+        """Part -> FQN of its tower, without what follows it (projectors); empty for the whole model."""
         found = {}
         for media, part in TOWERS.items():
-            tower = self.model.get_encoder(media)
             called = features_of(self.model, media) is not None or media in self.family.calls
-            if tower is not self.model and called:
+            tower = self.model.get_encoder(media) if self.has_llm else tower_of(self.model, media)
+            if called and tower is not (self.model if self.has_llm else None):
                 found[part] = self.fqn(tower)
         return found
+
+    def config_of(self, part: str) -> Any:
+        """The config of the tower of `part`."""
+        return getattr(self.config, f"{part}_config", self.config)
 
     @cached_property
     def positions(self) -> str:
@@ -124,8 +132,8 @@ class WholeModel:
 
     @cached_property
     def owners(self) -> Mapping[str, str]:
-        """Part by name of each parameter and persistent buffer. Raises RecipeError if some of them belong to no part,
-        or to several because they are tied."""
+        """Part by name of each parameter and persistent buffer; of what is beside a tower without an LLM "". Raises
+        RecipeError if some of them belong to no part, or to several because they are tied."""
         parts = {name: self._owner(name) for name, _ in saved_tensors(self.model)}
         owners = {name: part for name, part in parts.items() if part is not None}
         if lost := [name for name, part in parts.items() if part is None]:
@@ -137,6 +145,8 @@ class WholeModel:
         return owners
 
     def _owner(self, name: str) -> str | None:
+        if not self.has_llm:
+            return next((part for part, tower in self.towers.items() if not tower or within(name, tower)), "")
         if within(name, self.decoder) or within(name, self.head):
             return LLM
         for part, tower in self.towers.items():
@@ -219,7 +229,7 @@ class WholeModel:
             {name: entry.shape for name, entry in self.pretrained.tensors.items()},
             {name: tuple(tensor.shape) for name, tensor in saved_tensors(self.model)},
             self.pretrained,
-            lambda name: any(re.search(pattern, name) for pattern in ignored),
+            lambda name: not self.has_llm or any(re.search(pattern, name) for pattern in ignored),
         )
         if unknown := found.unknown:
             kind = self.model_class.__name__
@@ -281,12 +291,13 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
     pretrained = Pretrained(path, key)
     inside = family_of(str(pretrained.config.get("model_type"))).inside
     name = class_of(pretrained.config)
-    found = getattr(transformers, name, None)
-    if found is None or not name.endswith("ForConditionalGeneration"):
+    found: Any = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+    if not is_model:
         given = pretrained.config.get("architectures") or []
         raise RecipeError(
-            f"{pretrained}: its config.json says architectures = {given}; a multimodal model of transformers "
-            f"{transformers.__version__}, whose name ends in ForConditionalGeneration, is expected"
+            f"{pretrained}: its config.json says architectures = {given}; a model of transformers "
+            f"{transformers.__version__} is expected"
         )
     try:
         kind = found.config_class if inside else hf("AutoConfig")
@@ -297,13 +308,19 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
     whole = WholeModel(pretrained, config, model_class)
     if whole.family.refused:
         raise RecipeError(f"{pretrained}: model_type {config.model_type!r} is not supported: {whole.family.refused}")
-    if not whole.towers:
+    has_head = whole.model.get_output_embeddings() is not None and whole.model.get_decoder() is not whole.model
+    if getattr(config, "is_encoder_decoder", False) or not has_head:
+        if (model_class := with_rows(found, whole.model)) is None:
+            raise RecipeError(
+                f"{pretrained}: {found.__name__} has neither a tower of images or log-mel features nor a decoder with "
+                "a head that could be the LLM"
+            )
+        whole = WholeModel(pretrained, config, model_class, has_llm=False)
+    elif not whole.towers and not name.endswith("ForCausalLM"):
         raise RecipeError(
             f"{pretrained}: {found.__name__} has no tower that it calls by get_image_features or get_audio_features, "
             "so there is nothing to split from its LLM"
         )
-    if whole.model.get_output_embeddings() is None or whole.model.get_decoder() is whole.model:
-        raise RecipeError(f"{pretrained}: {found.__name__} has no decoder with a head that could be the LLM")
     _ = whole.owners
     return whole
 

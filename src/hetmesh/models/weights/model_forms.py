@@ -131,17 +131,24 @@ def saved_forms(model: Any, shapes: Mapping[str, Shape]) -> dict[str, StoredForm
         model: on any device; its tensors are not read.
         shapes: shapes of its parameters and persistent buffers; of tied ones the first.
     """
-    from transformers.core_model_loading import revert_weight_conversion
 
     if not converters_of(type(model), model.config):
         return None
+    found = saved(model, shapes)
+    return {name: found.forms[found.names[name]] for name in shapes}
+
+
+def saved(model: Any, shapes: Mapping[str, Shape]) -> ModelForms:
+    """`saved_forms`, with the names by which tensors are stored."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     saved = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
     where = f"save_pretrained of {type(model).__name__}"
     found = model_forms(model, saved, shapes, where)
     if lost := [name for name in shapes if name not in found.names]:
         raise RecipeError(f"{where}: it has no form for {lost[0]} and {len(lost) - 1} others")
-    return {name: found.forms[found.names[name]] for name in shapes}
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,384 @@
+"""A directory's own processor, transformers' `AutoProcessor`: a text and media -> tokens, and tensors by kind.
+
+The unit of tensors is all media of a kind in one sample: processors look at a sample's other images before they cut one
+into tiles. What a processor is asked to do is written down while it does it: the text that it is about to expand, what
+it puts in the place of each item, and the offsets of the tokens that its tokenizer makes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from textwrap import shorten
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetmesh.errors import RecipeError
+from hetmesh.files import read_object
+from hetmesh.models.config_keys import hf
+from hetmesh.recipe.hf_families import part_of
+
+ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
+"""Kind of media -> the argument of a processor that takes it."""
+
+PARTS: Mapping[str, str] = MappingProxyType(
+    {"image": "image_processor", "video": "video_processor", "audio": "_audio_processor"}
+)
+"""Kind of media -> the attribute of a processor that prepares it."""
+
+METHODS: Mapping[str, str] = MappingProxyType(
+    {"image": "_process_images", "video": "_process_videos", "audio": "_process_audio"}
+)
+"""Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
+
+Size = tuple[int, ...]
+"""`(height, width)` of an image, `(frames, height, width)` of a video, `(samples,)` of a recording."""
+
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a directory with a processor has one."""
+
+T = TypeVar("T")
+
+Unit = Mapping[str, Tensor]
+"""The tensors of a sample's media of one kind, by the names that the model's own method takes them by."""
+
+
+@dataclass(frozen=True)
+class PlaceOfItem:
+    """Where an item stands: its kind, and characters `[start, stop)` of the text before and after it was expanded."""
+
+    kind: str
+    before: tuple[int, int]
+    after: tuple[int, int]
+
+
+def place_of(replaced: Mapping[str, Any]) -> PlaceOfItem:
+    """The same as `get_text_with_replacements` says it."""
+    return PlaceOfItem(replaced["type"], tuple(replaced["span"]), tuple(replaced["new_span"]))
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """What a processor made of one text and its media.
+
+    Attributes:
+        given, expanded: the text that it expanded (the caller's, perhaps with a BOS before it), and what it became.
+        ids: token ids.
+        offsets: characters `[start, stop)` of the expanded text that each token stands for; `(0, 0)` for one that
+            stands for none.
+        places: of the items, in order.
+        units: tensors by kind of media.
+        answer: which tokens are the suffix; empty without one.
+    """
+
+    given: str
+    expanded: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    places: list[PlaceOfItem]
+    units: Mapping[str, Unit]
+    answer: list[bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """The frames of a video that a processor wants, uint8 `[frames, height, width, 3]`, and transformers' metadata of
+    it, which say when they are."""
+
+    frames: np.ndarray
+    metadata: Any
+
+
+def clip(frames: np.ndarray, fps: float = 2.0) -> Clip:
+    """All frames of a video."""
+    count, height, width, _ = frames.shape
+    made = hf("video_utils.VideoMetadata")(count, fps, width, height, count / fps, frames_indices=list(range(count)))
+    return Clip(frames, made)
+
+
+class Processor:
+    """Made by `processor_at`.
+
+    Attributes:
+        own: transformers' processor. Not for changing.
+        kinds: of media that it prepares.
+        suffix: whether it takes the answer apart from the question (PaliGemma), one of each.
+        text_arguments: what it last called its tokenizer with, without the text.
+        media_arguments: by kind, what it last called its method of `METHODS` with, without the media.
+    """
+
+    def __init__(self, path: Path, key: str, options: Mapping[str, Any]) -> None:
+        self.path, self.key, self.options = path, key, dict(options)
+        self.own = _loaded(path, key)
+        self.kinds = tuple(
+            kind
+            for kind in ARGUMENTS
+            if getattr(self.own, PARTS[kind], None) is not None and getattr(self.own, f"{kind}_token", None)
+        )
+        self.suffix = "suffix" in inspect.signature(type(self.own).__call__).parameters
+        self._check_options()
+        self._text, self._expanded, self._places, self._offsets = "", "", list[PlaceOfItem](), list[tuple[int, int]]()
+        self._encoded: list[int] = []
+        self.text_arguments: dict[str, Any] = {}
+        self.media_arguments: dict[str, dict[str, Any]] = {}
+        self._record()
+
+    def _check_options(self) -> None:
+        known = {"fps", "num_frames", "do_sample_frames"} if "video" in self.kinds else set()
+        for kind in self.kinds:
+            for taken in (
+                getattr(getattr(self.own, PARTS[kind]), "valid_kwargs", None),
+                self.own.valid_processor_kwargs,
+            ):
+                known |= set(getattr(taken, "__annotations__", ()))
+        if unknown := sorted(set(self.options) - known):
+            raise RecipeError(
+                f"{self.key}: {type(self.own).__name__} takes no {', '.join(unknown)}; it takes "
+                f"{', '.join(sorted(known))}"
+            )
+
+    def _record(self) -> None:
+        """Have the processor's tokenizer and its expansion of texts note what they do."""
+        tokenizer, expand = self.own.tokenizer, self.own.get_text_with_replacements
+
+        def tokenized(self_: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+            out = type(tokenizer).__mro__[1].__call__(self_, text, *args, **kwargs)
+            if isinstance(text, list) and len(text) == 1:
+                self._expanded, self.text_arguments = text[0], kwargs
+                self._encoded, self._offsets = out.encodings[0].ids, out.encodings[0].offsets
+            return out
+
+        def expanded(text: list[str], *replacements: Any, **named: Any) -> Any:
+            self._text = text[0]
+            found, places = expand(text, *replacements, **named)
+            self._places = [*map(place_of, places[0] if places else [])]
+            return found, places
+
+        def noting(kind: str, process: Any) -> Any:
+            def processed(*media: Any, **kwargs: Any) -> Any:
+                self.media_arguments[kind] = kwargs
+                return process(*media, **kwargs)
+
+            return processed
+
+        tokenizer.__class__ = type(type(tokenizer).__name__, (type(tokenizer),), {"__call__": tokenized})
+        self.own.get_text_with_replacements = expanded
+        for kind, name in METHODS.items():
+            setattr(self.own, name, noting(kind, getattr(self.own, name)))
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.own.tokenizer
+
+    def written(self, kind: str) -> str:
+        """What a chat template writes for an item."""
+        return str(getattr(self.own, f"{kind}_token"))
+
+    def __call__(
+        self,
+        text: str,
+        media: Mapping[str, Sequence[Any]],
+        answer: str | None = None,
+        blanks: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    ) -> Made:
+        """Prepare one text, with as many items of each kind as it has places for. Raises whatever the processor raises.
+
+        Args:
+            answer: of a processor that takes a `suffix`.
+            blanks: sizes of media of which only the rows are asked for, and videos as blank clips; their units are not
+                whole.
+        """
+        options = self.options | self.without_bos(text)
+        given = {kind: [items] for kind, items in media.items() if items}
+        for kind, sizes in blanks.items():
+            given[kind] = [[size if isinstance(size, Clip) else self.blank(kind, size) for size in sizes]]
+        options |= self.arguments(given)
+        if answer is not None:
+            options["suffix"] = answer
+        keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
+        self._text, self._places, self._offsets = text, [], []
+        out = self.own(text=[text], return_tensors="pt", **options)
+        ids = _listed(out["input_ids"][0])
+        before = len(ids) - len(self._encoded)
+        if before < 0 or ids[before:] != self._encoded:
+            raise ValueError(f"{type(self.own).__name__} changes tokens after its tokenizer made them")
+        offsets = [(0, 0)] * before + self._offsets
+        types = out.get("token_type_ids") if answer is not None else None
+        said = [bool(each) for each in types[0]] if types is not None else []
+        units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
+        return Made(self._text, self._expanded, ids, offsets, list(self._places), units, said)
+
+    def without_bos(self, text: str) -> dict[str, Any]:
+        """The option that a text needs which begins with a BOS, as in `apply_chat_template`."""
+        bos = self.tokenizer.bos_token
+        return {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+
+    def arguments(self, media: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+        """What the processor is called with: by kind the items of each sample; of videos `Clip`s."""
+        found: dict[str, Any] = {}
+        for kind, samples in media.items():
+            if kind == "audio":
+                found |= {"audio": [item for items in samples for item in items], "sampling_rate": self.sampling_rate}
+            elif kind == "video":
+                found |= {"videos": [[clip.frames for clip in items] for items in samples], "do_sample_frames": False}
+                found["video_metadata"] = [[clip.metadata for clip in items] for items in samples]
+            else:
+                found[ARGUMENTS[kind]] = [list(items) for items in samples]
+        return found
+
+    @property
+    def sampling_rate(self) -> int:
+        """Of recordings, per second."""
+        return int(self.own._audio_processor.sampling_rate)
+
+    def blank(self, kind: str, size: Sequence[int]) -> Any:
+        """Media of a kind without content.
+
+        Args:
+            size: `(height, width)` of an image, `(frames, height, width)` of a video, `(samples,)` of a recording.
+        """
+        from PIL import Image
+
+        if kind == "image":
+            return Image.new("RGB", (size[1], size[0]))
+        return np.zeros(size, np.float32) if kind == "audio" else clip(np.zeros((*size, 3), np.uint8))
+
+    def wanted_frames(self, metadata: Any) -> list[int]:
+        """Which frames of a video the processor samples: as its options or its directory say, else all."""
+        part, given = self.own.video_processor, {key: self.options.get(key) for key in ("fps", "num_frames")}
+        if not any(given.values()) and not self.options.get("do_sample_frames", part.do_sample_frames):
+            return list(range(metadata.total_num_frames))
+        known = {key: getattr(part, key, None) for key in part.valid_kwargs.__annotations__}
+        chosen = given if any(given.values()) else {}  # one of both, and not what the directory says of the other
+        return [int(index) for index in part.sample_frames(metadata, **known | chosen)]
+
+    def keys(self, kind: str) -> tuple[str, ...]:
+        """Names of the tensors of that kind: what the output for an item has beside that of a text."""
+        return self._keys[kind]
+
+    @cached_property
+    def _keys(self) -> Mapping[str, tuple[str, ...]]:
+        def found(kind: str) -> tuple[str, ...]:
+            given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
+            out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
+            return tuple(sorted(set(out) - _TEXT_KEYS))
+
+        return _ByKind(self, found)
+
+    @cached_property
+    def row_tokens(self) -> Mapping[str, int]:
+        """Kind of media -> the token whose places its rows take: that of config.json, else the most frequent one of
+        what is put in an item's place."""
+        config, special = part_of(read_object(self.path / "config.json")), set(self.tokenizer.added_tokens_decoder)
+
+        def found(kind: str) -> int:
+            made = self(self.written(kind), {kind: [self.blank(kind, EXAMPLES[kind][1])]})
+            inside = [
+                i
+                for i, (a, b) in zip(made.ids, made.offsets, strict=True)
+                if any(start < b and a < stop for start, stop in (place.after for place in made.places))
+            ]
+            named = [config.get(f"{kind}_token_{key}") for key in ("id", "index")]
+            inside = [i for i in inside if i in named] or [i for i in inside if i in special] or inside
+            return Counter(inside or made.ids).most_common(1)[0][0]
+
+        return _ByKind(self, found)
+
+    @cached_property
+    def merge(self) -> int:
+        """Patches along a side of what becomes one row."""
+        return int(getattr(self.own.image_processor, "merge_size", 1) or 1)
+
+
+class _ByKind(dict[str, T]):
+    """Values by kind of media, found when they are asked for. Raises RecipeError: the processor takes no such media."""
+
+    def __init__(self, processor: Processor, found: Callable[[str], T]) -> None:
+        self._processor, self._found = processor, found
+
+    def __missing__(self, kind: str) -> T:
+        try:
+            value = self[kind] = self._found(kind)
+        except RecipeError:
+            raise
+        except Exception as error:  # whatever a processor raises
+            raise RecipeError(
+                f"{self._processor.key}: {type(self._processor.own).__name__} does not take a {kind!r} of size "
+                f"{EXAMPLES[kind][0]}: {type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+        return value
+
+
+EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
+    {
+        "image": ((60, 180), (230, 150), (90, 90)),
+        "video": ((4, 64, 96), (8, 112, 84), (4, 64, 96)),
+        "audio": ((3200,), (16000,), (8000,)),
+    }
+)
+"""Sizes of a small item, of a larger one, and of one more."""
+
+_TEXT_KEYS = frozenset(
+    ["input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"]
+)
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.numpy().tolist() if isinstance(values, Tensor) else list(values)
+
+
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+"""How long a frame of a video's grid lasts, where positions depend on it."""
+
+
+def position_keys(kind: str) -> tuple[str, ...]:
+    """What a processor makes of media of a kind that positions depend on."""
+    return f"{kind}_grid_thw", *(SECONDS if kind == "video" else ())
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value of a processor as a tensor; a list of tensors of one shape side by side. Raises ValueError for others."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value):
+        if len({each.shape for each in value}) > 1:
+            raise ValueError(f"its tensors have the shapes {sorted({tuple(each.shape) for each in value})}")
+        return torch.stack(list(value))
+    return torch.as_tensor(np.asarray(value))
+
+
+def processor_at(path: Path, key: str, options: Mapping[str, Any] = MappingProxyType({})) -> Processor:
+    """The processor of a directory; made once. Raises RecipeError: transformers cannot load one, or it does not know an
+    option. `key`: of the recipe, for errors."""
+    stamps = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.json")))
+    return _processor_at(path.resolve(), key, stamps, json.dumps(dict(options), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _processor_at(path: Path, key: str, stamps: Any, options: str) -> Processor:
+    return Processor(path, key, json.loads(options))
+
+
+def _loaded(path: Path, key: str) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads, from the first list of texts on, forbid forks
+    try:
+        own = hf("AutoProcessor").from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a broken directory, or a missing library, leads to
+        raise RecipeError(f"{key}: transformers cannot load its processor: {shorten(str(error), 500)}") from error
+    if not isinstance(own, hf("ProcessorMixin")) or getattr(own, "tokenizer", None) is None:
+        raise RecipeError(
+            f"{key}: transformers finds no processor of texts and media in it but {type(own).__name__}; it takes "
+            "processor_config.json (or preprocessor_config.json) beside the tokenizer"
+        )
+    return own

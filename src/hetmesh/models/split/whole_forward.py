@@ -1,0 +1,62 @@
+"""Transformers' own forward of a whole directory, as the truth to compare its parts with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import SampleLike
+from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
+from hetmesh.models.split.rope_index import media_tokens
+from hetmesh.models.split.whole_model import WholeModel, features_of
+
+
+def load_whole(whole: WholeModel) -> Any:
+    """The whole model with its weights in fp32, as transformers itself loads them."""
+    return whole.model_class.from_pretrained(
+        whole.pretrained.path,
+        dtype=torch.float32,
+        local_files_only=True,
+        attn_implementation=whole.config._attn_implementation,
+    )
+
+
+def whole_logits(
+    whole: WholeModel, model: Any, encoders: Mapping[str, HfEncoderAdapter], sample: SampleLike, meta: SampleMeta
+) -> Tensor:
+    """The logits `[targets, vocab]` of the targets of one expanded sample, by `model.forward` alone: no position, mask,
+    row or head of hetmesh's. `encoders`: by placeholder what hands its items over."""
+    parameters = inspect.signature(model.forward).parameters
+    dtype = next(p.dtype for p in model.parameters())
+    arguments: dict[str, Any] = {}
+    for unit in sample.units.values():  # of one sample: what the processor made, as it is
+        arguments |= {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
+    for kind, encoder in encoders.items():
+        items = sample.media.get(kind, ())
+        if not items:
+            continue
+        assert encoder.call is not None
+        sizes = [item.size for item in meta.media if item.name == kind]
+        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
+        given = encoder.call.arguments(batch)
+        if "kept" in batch:  # called with items in another order, or one more
+            out = features_of(model, kind)(**given, return_dict=True)
+            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
+            given = {"mm_encoder_outputs": {kind: out}}
+        arguments |= given
+    by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
+    if by_type and not whole.around:
+        arguments["mm_token_type_ids"] = media_tokens(meta)
+    if whole.family.mask == "bidirectional_runs":
+        arguments["token_type_ids"] = media_tokens(meta)
+    elif whole.family.mask == "prefix":
+        first = min((start for start, _ in meta.targets), default=meta.tokens)
+        arguments["token_type_ids"] = (torch.arange(meta.tokens) >= first).long()[None]
+    ids = sample.tokens[None]
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
+    return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])

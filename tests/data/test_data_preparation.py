@@ -1,0 +1,335 @@
+"""Conversations that a directory's own processor prepares equal what its `apply_chat_template` makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import wave
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hetmesh.data import check_meta, make_source
+from hetmesh.data.metadata_index import build_index
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.models.split.processor import Processor
+from support.tiny_processors import change
+
+ORIENTATION = 0x0112
+SIZES = {"a.png": (64, 96), "b.png": (150, 75), "c.png": (40, 40)}
+"""Heights and widths of the images in `media`."""
+CUSTOM = (
+    "{% for m in messages %}[{{ m.role }}] {% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}"
+    "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+"""Writes other words around turns and items than the directories do."""
+
+
+def picture(height, width):
+    draw = np.random.default_rng(height * 1000 + width)
+    return Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    for name, size in SIZES.items():
+        picture(*size).save(folder / name)
+    return folder
+
+
+def asked(*items, words="what is it?"):
+    """Turns with images and recordings, of two answers."""
+    parts = [{"type": "audio" if str(name).endswith("wav") else "image", "path": str(name)} for name in items]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": words}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A cat, <i>so</i> small."}]},
+        {"role": "user", "content": [{"type": "text", "text": "Is it grey?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Grau, \N{SNOWMAN}!"}]},
+    ]
+
+
+ANSWERS = ["A cat, <i>so</i> small.", "Grau, \N{SNOWMAN}!"]
+
+
+def source_of(directory, folder, *conversations, **options):
+    file = folder / "talks.jsonl"
+    file.write_text("\n".join(json.dumps({"id": f"talk {i}", "messages": t}) for i, t in enumerate(conversations)))
+    return make_source("conversations", path=str(file), processor=str(directory), **options)
+
+
+def own_of(directory):
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(directory)
+
+
+def opened(part):
+    """A part with its file as transformers opens it (where torchvision's decoders do not load, which it prefers)."""
+    from transformers.image_utils import load_image
+
+    if part["type"] == "text":
+        return part
+    if part["type"] == "image":
+        return {"type": "image", "image": load_image(part["path"])}
+    with wave.open(part["path"]) as file:
+        return {"type": "audio", "audio": np.frombuffer(file.readframes(-1), np.int16).astype(np.float32) / 32768}
+
+
+def by_transformers(directory, turns, template=None, **options):
+    """What transformers makes of the turns."""
+    return own_of(directory).apply_chat_template(
+        [{**turn, "content": [opened(part) for part in turn["content"]]} for turn in turns],
+        chat_template=template,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        processor_kwargs=options,
+    )
+
+
+def assert_equal(source, index, made, answers, keys):
+    """Sample `index` has the tokens and the tensors (`keys`) of `made`; its targets are the answers, and its metadata
+    come from headers alone."""
+    meta, sample = source.meta(index), source.load(index)
+    check_meta(meta)
+    assert sample.tokens.tolist() == made["input_ids"][0].tolist()
+    assert meta.tokens == len(sample.tokens)
+    units = {key: value for unit in sample.units.values() for key, value in unit.items()}
+    assert set(units) == set(keys)
+    for key, value in units.items():
+        assert torch.equal(value, torch.as_tensor(made[key])), key
+    decode = source.preparation.processor.tokenizer.decode
+    said = [decode(sample.tokens[start:stop]) for start, stop in meta.targets]
+    assert len(said) == len(answers)
+    for text, answer in zip(said, answers, strict=True):
+        assert text.removeprefix(" ").startswith(answer)
+        assert not text.replace(answer, "", 1).strip().removeprefix("<|im_end|>").removeprefix("<|eos|>")
+    tokens = set(source.placeholders.values())
+    at = {i for item in meta.media for start, rows in item.spans for i in range(start, start + rows)}
+    assert at == {i for i, token in enumerate(sample.tokens.tolist()) if token in tokens}
+    kinds = {item.name for item in meta.media}
+    assert sample.unit_rows == {kind: sum(item.rows for item in meta.media if item.name == kind) for kind in kinds}
+    return meta, sample
+
+
+FAMILIES = {
+    "llava": {"pixel_values"},
+    "qwen2_5_vl": {"pixel_values", "image_grid_thw"},
+    "gemma3": {"pixel_values"},
+    "idefics3": {"pixel_values", "pixel_attention_mask"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_one_and_several_images_equal_the_processors(processors, media, family):
+    turns = [asked(), asked(media / "a.png"), asked(*(media / name for name in SIZES))]
+    source = source_of(processors(family), media, *turns)
+    for i, each in enumerate(turns):
+        made = by_transformers(processors(family), each)
+        meta, _ = assert_equal(source, i, made, ANSWERS, FAMILIES[family] if i else ())
+        assert len(meta.media) == (0, 1, 3)[i]
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llava_onevision", {"pixel_values", "image_sizes", "batch_num_images"}),
+        ("minicpmv4_6", {"pixel_values", "target_sizes"}),
+    ],
+)
+def test_an_image_among_others_is_cut_as_the_processor_cuts_it(processors, media, family, keys):
+    """Their processors look at all images of a sample before they cut one into tiles."""
+    turns = [asked(media / "b.png"), asked(*(media / name for name in SIZES))]
+    source = source_of(processors(family), media, *turns)
+    rows = []
+    for i, each in enumerate(turns):
+        meta, _ = assert_equal(source, i, by_transformers(processors(family), each), ANSWERS, keys)
+        rows.append([item.rows for item in meta.media])
+    assert len(rows[1]) == 3
+    if family == "llava_onevision":
+        assert rows[1][1] < rows[0][0]
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
+def test_images_are_turned_as_their_exif_data_say(processors, tmp_path, suffix):
+    """Their sizes too, in headers, in an index and in a question of `hetmesh generate`."""
+    files = []
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ORIENTATION] = orientation
+        files.append(tmp_path / f"{orientation}.{suffix}")
+        picture(40, 90).save(files[-1], exif=exif)
+    directory = processors("qwen2_5_vl")
+    turns = [asked(file) for file in files]
+    source = source_of(directory, tmp_path, *turns)
+    build_index(source)
+    indexed = make_source("conversations", path=str(tmp_path / "talks.jsonl"), processor=str(directory))
+    grids = set()
+    for i, each in enumerate(turns):
+        meta, sample = assert_equal(
+            source, i, by_transformers(directory, each), ANSWERS, {"pixel_values", "image_grid_thw"}
+        )
+        question, loaded = source.prompt("what is it?", [("image", files[i])])
+        assert indexed.meta(i) == meta
+        assert question.media == meta.media
+        assert torch.equal(loaded.units["image"]["pixel_values"], sample.units["image"]["pixel_values"])
+        grids.add(tuple(sample.units["image"]["image_grid_thw"][0].tolist()))
+    assert len(grids) == 2
+
+
+def test_an_orientation_behind_the_pixels_of_a_png_is_refused(processors, tmp_path):
+    """No header shows it, so the number of rows would be another."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    picture(40, 90).save(tmp_path / "x.png", exif=exif)
+    data = (tmp_path / "x.png").read_bytes()
+    at = data.index(b"eXIf") - 4
+    size = int.from_bytes(data[at : at + 4], "big") + 12
+    end = len(data) - 12  # IEND
+    (tmp_path / "x.png").write_bytes(data[:at] + data[at + size : end] + data[at : at + size] + data[end:])
+    assert opened({"type": "image", "path": str(tmp_path / "x.png")})["image"].size == (40, 90)
+    source = source_of(processors("llava"), tmp_path, asked(tmp_path / "x.png"))
+    with pytest.raises(SampleError, match=r"sample 'talk 0': .*x.png: its EXIF orientation stands behind its pixels"):
+        source.load(0)
+
+
+def copied(processors, name, tmp_path):
+    return shutil.copytree(processors(name), tmp_path / name)
+
+
+def test_a_processor_config_holds_where_an_older_file_lies_beside_it(processors, media, tmp_path):
+    directory = copied(processors, "llava", tmp_path)
+    nested = json.loads((directory / "processor_config.json").read_text())["image_processor"]
+    older = {**nested, "image_mean": [0.1, 0.2, 0.3], "crop_size": {"height": 7, "width": 7}}
+    (directory / "preprocessor_config.json").write_text(json.dumps(older))
+    turns = asked(media / "a.png")
+    made = by_transformers(directory, turns)
+    assert torch.equal(made["pixel_values"], by_transformers(processors("llava"), turns)["pixel_values"])
+    assert_equal(source_of(directory, media, turns), 0, made, ANSWERS, {"pixel_values"})
+
+
+def test_keys_that_a_file_leaves_out_are_those_of_the_class(processors, media, tmp_path):
+    directory = copied(processors, "llava", tmp_path)
+    keys = ("image_mean", "image_std", "resample", "do_rescale", "do_normalize", "do_convert_rgb", "do_center_crop")
+    change(directory, "processor_config", **{f"image_processor__{key}": None for key in keys})
+    turns = asked(media / "a.png")
+    assert_equal(source_of(directory, media, turns), 0, by_transformers(directory, turns), ANSWERS, {"pixel_values"})
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("processor_class", "transformers finds no processor of texts and media in it but Tokenizers"),
+        ("image_processor__image_processor_type", "transformers cannot load its processor: Unrecognized image proc"),
+    ],
+)
+def test_a_processor_of_an_unknown_type_is_refused(processors, media, tmp_path, key, says):
+    directory = copied(processors, "llava", tmp_path)
+    change(directory, "processor_config", **{key: "NewProcessor"})
+    if key == "processor_class":  # where transformers looks next
+        change(directory, "tokenizer_config", processor_class="NewProcessor")
+    with pytest.raises(RecipeError, match=rf"\[data.options\] processor = '.*llava': {says}"):
+        source_of(directory, media, asked(media / "a.png"))
+
+
+@pytest.mark.parametrize(("family", "tile"), [("idefics3", 4), ("llava_onevision", 16)])
+def test_tiles_stand_where_a_template_of_the_recipe_writes_an_image(processors, media, family, tile):
+    """A chat template of the recipe's own once stood for one tile, where there were several."""
+    template = CUSTOM.replace("<image>", own_of(processors(family)).image_token)
+    turns = asked(media / "a.png", media / "b.png")
+    source = source_of(processors(family), media, turns, chat_template=template)
+    made = by_transformers(processors(family), turns, template)
+    meta, _ = assert_equal(source, 0, made, ANSWERS, set(made) - {"input_ids", "attention_mask"})
+    assert all(item.rows > tile for item in meta.media)
+
+
+def test_molmo_2s_processor_writes_the_bos(processors, media):
+    turns = asked(media / "a.png")
+    made = by_transformers(processors("molmo2"), turns)
+    source = source_of(processors("molmo2"), media, turns)
+    bos = source.preparation.processor.tokenizer.bos_token_id
+    assert made["input_ids"][0].tolist().count(bos) == 1
+    keys = {"pixel_values", "image_grids", "image_num_crops", "image_token_pooling"}
+    assert_equal(source, 0, made, ANSWERS, keys)
+
+
+def test_paligemmas_processor_writes_the_bos_and_takes_the_answer_apart(processors, media):
+    directory = processors("paligemma")
+    turns = asked(media / "a.png")[:2]
+    made = own_of(directory)(
+        text="<image>what is it?",
+        images=[opened(turns[0]["content"][0])["image"]],
+        suffix=ANSWERS[0],
+        return_tensors="pt",
+    )
+    source = source_of(directory, media, turns)
+    assert source.preparation.processor.tokenizer.bos_token_id in made["input_ids"][0]
+    assert_equal(source, 0, made, ANSWERS[:1], {"pixel_values"})
+
+
+@pytest.mark.parametrize("template", [True, False], ids=["a template in a file", "the template of the class"])
+def test_recordings_equal_the_processors(processors, tmp_path, template):
+    directory = copied(processors, "qwen2_audio", tmp_path)
+    if not template:
+        (directory / "chat_template.jinja").unlink()
+        assert "helpful assistant" in own_of(directory).chat_template
+    draw = np.random.default_rng(0)
+    for i, samples in enumerate((8000, 12345)):
+        with wave.open(str(tmp_path / f"{i}.wav"), "wb") as file:
+            file.setparams((1, 2, 16000, 0, "NONE", ""))
+            file.writeframes(draw.integers(-9999, 9999, samples, dtype=np.int16).tobytes())
+    turns = [asked(tmp_path / "0.wav"), asked(tmp_path / "0.wav", tmp_path / "1.wav")]
+    source = source_of(directory, tmp_path, *turns)
+    for i, each in enumerate(turns):
+        keys = {"input_features", "feature_attention_mask"}
+        assert_equal(source, i, by_transformers(directory, each), ANSWERS, keys)
+
+
+def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, media):
+    turns, directory = asked(media / "b.png"), processors("qwen2_5_vl")
+    size = {"shortest_edge": 28 * 28, "longest_edge": 5 * 28 * 28}
+    source = source_of(directory, media, turns, processor_options={"size": size})
+    keys = {"pixel_values", "image_grid_thw"}
+    meta, _ = assert_equal(source, 0, by_transformers(directory, turns, size=size), ANSWERS, keys)
+    assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
+    with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
+        source_of(directory, media, turns, processor_options={"tiles": 4})
+
+
+def test_a_weight_of_0_leaves_a_turn_out_of_the_targets(processors, media):
+    turns = asked(media / "a.png")
+    source = source_of(processors("llava"), media, [turns[0], {**turns[1], "weight": 0}, *turns[2:]])
+    assert_equal(source, 0, by_transformers(processors("llava"), turns), ANSWERS[1:], {"pixel_values"})
+
+
+def test_a_directory_without_a_template_asks_for_one(processors, media, tmp_path):
+    """It once got Vicuna's form without a word."""
+    directory = copied(processors, "llava", tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    says = r"processor = '.*llava': there is no chat template in it; write .* chat_template, with \['.*image.*'\] for"
+    with pytest.raises(RecipeError, match=says):
+        source_of(directory, media, asked())
+
+
+def test_the_first_call_is_as_all_others(processors):
+    """Names of tensors were once asked for in the middle of it, by another call, whose places it then had."""
+    processor = Processor(processors("qwen2_5_vl"), "key", {})
+    text, image = f"a {processor.written('image')} b", processor.blank("image", (60, 180))
+    first, second = (processor(text, {"image": [image]}) for _ in range(2))
+    assert (first.places, first.offsets, first.expanded) == (second.places, second.offsets, second.expanded)
+    assert [place.kind for place in first.places] == ["image"]
+
+
+def test_a_recording_whose_end_the_processor_would_drop_is_refused(processors, tmp_path):
+    with wave.open(str(tmp_path / "long.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(bytes(2 * 16000 * 3))
+    source = source_of(processors("qwen2_audio"), tmp_path, asked(tmp_path / "long.wav"))
+    for ask in (source.meta, source.load):
+        with pytest.raises(
+            SampleError, match=r"sample 'talk 0': .*long.wav: it lasts 3.0 s, more than the 2.0 s of Qw"
+        ):
+            ask(0)

@@ -1,0 +1,67 @@
+"""Tokens planned from sizes are those that the processor makes of the media."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetmesh.models.split.batching import random_item
+from hetmesh.models.split.from_sizes import FromSizes, Way
+from hetmesh.models.split.processor import clip, processor_at
+from support.tiny_processors import save as save_tiny_processor
+
+WAYS = {
+    "llava": {"image": Way.META},
+    "qwen2_5_vl": {"image": Way.META, "video": Way.META},
+    "llava_onevision": {"image": Way.META, "video": Way.META},
+    "idefics3": {"image": Way.META},
+    "qwen3_vl": {"video": Way.META},  # writes when frames are
+    "mistral3": {"image": Way.META},
+    "internvl": {"image": Way.META},
+    "qwen2_audio": {"audio": Way.ZEROS},
+    "molmo2": {"image": None},  # writes a BOS
+}
+WORDS = st.text(st.sampled_from("ab .,\n\té<>|"), max_size=12)
+SIDE = st.integers(20, 400)
+SIZES = {
+    "image": st.tuples(SIDE, SIDE),
+    "video": st.tuples(st.integers(2, 6), st.integers(28, 120), st.integers(28, 120)),
+    "audio": st.tuples(st.integers(1600, 40000)),
+}
+
+
+@cache
+def from_sizes(name: str) -> FromSizes:
+    """Of a tiny directory."""
+    with TemporaryDirectory() as folder:
+        return FromSizes(processor_at(save_tiny_processor(name, Path(folder)), "key"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in WAYS.items() for kind in kinds])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_tokens_are_those_of_real_media(name: str, kind: str, data: st.DataObject) -> None:
+    planned = from_sizes(name)
+    processor = planned.processor
+    assert planned.way(kind) is WAYS[name][kind]
+    sizes = data.draw(st.lists(SIZES[kind], min_size=1, max_size=3 if kind == "image" else 1))
+    text = data.draw(WORDS) + "".join(processor.written(kind) + data.draw(WORDS) for _ in sizes)
+    if data.draw(st.booleans()) and processor.tokenizer.bos_token:
+        text = processor.tokenizer.bos_token + text
+    blanks = [processor.blank(kind, size) for size in sizes]
+    if kind == "video":
+        sizes = [clip(blank.frames, data.draw(st.sampled_from((1.0, 2.0, 7.5)))) for blank in blanks]
+        blanks = sizes
+    expected = processor(text, {kind: [random_item(blank) for blank in blanks]})
+    before = planned._replaced.cache_info()
+    for _ in range(2):  # the second time they are remembered
+        made = planned(text, {kind: sizes})
+        assert (made.given, made.expanded, made.ids) == (expected.given, expected.expanded, expected.ids)
+        assert (made.offsets, made.places) == (expected.offsets, expected.places)
+        if (grid := expected.units[kind].get(f"{kind}_grid_thw")) is not None:
+            assert made.units[kind][f"{kind}_grid_thw"].tolist() == grid.tolist()
+    now = planned._replaced.cache_info()
+    assert (now.hits + now.misses - before.hits - before.misses == 2) is (planned.way(kind) is not None)

@@ -1,0 +1,170 @@
+"""What a directory's own processor prepares, images of unlike sizes and videos, trains in layouts as transformers'
+whole model does on what the processor makes of the messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
+from hetmesh.testing import parity
+from hetmesh.verify.processor_check import check_processor
+from support.media_files import write_video
+from support.whole_reference import whole_reference
+from surveying.classes import image_text_classes
+from surveying.tiny_processor import tiny_directory
+
+pytestmark = pytest.mark.slow
+
+IMAGES = ((64, 96), (150, 75), (90, 90))
+FRAMES = (40, 20, 30)
+
+
+def write_data(path: Path, asked) -> None:
+    """Conversations that ask about these files, every other one with a further question about an image."""
+    draw = np.random.default_rng(0)
+    for i, (height, width) in enumerate(IMAGES):
+        Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path / f"{i}.png")
+    lines = []
+    for i, files in enumerate(asked):
+        parts = [{"type": kind, kind: file} for file in files for kind in ["video" if "mp4" in file else "image"]]
+        turns = [("user", [*parts, {"type": "text", "text": f"what is {i}?"}]), ("assistant", f"it is {i}" + "." * i)]
+        if i % 2:
+            turns += [("user", [{"type": "image", "image": "2.png"}, {"type": "text", "text": "sure?"}])]
+            turns += [("assistant", "yes")]
+        lines.append(json.dumps({"id": str(i), "messages": [{"role": role, "content": said} for role, said in turns]}))
+    (path / "data.jsonl").write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prepared")
+    tiny_directory("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", path / "model")
+    for i, count in enumerate(FRAMES):
+        write_video(path / f"{i}.mp4", count=count)
+    asked = (["0.png", "0.mp4"], [], ["1.mp4"], ["1.png", "2.png"])
+    write_data(path, (*asked, ["2.mp4", "0.png", "0.mp4"], [], ["2.png"], ["1.mp4"]))
+    return path
+
+
+def recipe(folder: Path, layout: str, modules: str = '[modules.vision]\nmedia = "image+video"', more: str = ""):
+    options = "processor_options = { fps = 2 }" if "video" in modules else ""
+    return parse_recipe(
+        f"""
+[model]
+hf_path = "{folder / "model"}"
+{modules}
+[data.options]
+path = "{folder / "data.jsonl"}"
+{options}
+[training]
+dtype = "float64"
+global_batch_size = 8
+local_batch_size = 4
+{more}
+{layout}
+"""
+    )
+
+
+LAYOUTS = {
+    "encoder DP 2 beside LLM TP 2": """
+[parallelism.vision]
+ranks = [0, 1]
+[parallelism.llm]
+ranks = [2, 3]
+tensor_parallel_degree = 2
+""",
+    "encoder PP 2 beside LLM TP 2": """
+[parallelism.vision]
+ranks = [0, 1]
+pipeline_parallel_degree = 2
+[parallelism.llm]
+ranks = [2, 3]
+tensor_parallel_degree = 2
+""",
+    "encoder TP 2 under LLM CP 2 x TP 2": """
+[parallelism.vision]
+ranks = [0, 1]
+tensor_parallel_degree = 2
+[parallelism.llm]
+ranks = [0, 1, 2, 3]
+context_parallel_degree = 2
+tensor_parallel_degree = 2
+""",
+    "encoder beside LLM FSDP 2": """
+[parallelism.vision]
+ranks = [0, 1]
+[parallelism.llm]
+ranks = [2, 3]
+data_parallel_shard_degree = 2
+""",
+    "FSDP 4 under LLM PP 2 x CP 2": """
+[parallelism.vision]
+ranks = [0, 1, 2, 3]
+data_parallel_shard_degree = 4
+[parallelism.llm]
+ranks = [0, 1, 2, 3]
+pipeline_parallel_degree = 2
+context_parallel_degree = 2
+""",
+}
+
+
+VIDEOS = ("encoder DP 2 beside LLM TP 2", "FSDP 4 under LLM PP 2 x CP 2")
+
+
+@pytest.mark.parametrize("layout", VIDEOS)
+def test_images_and_videos_train_as_in_transformers(pool4, folder, layout):
+    truth = whole_reference(recipe(folder, ""), 2, processed=True)
+    assert (
+        parity.compare(truth, pool4.run(parity.run_as, recipe(folder, LAYOUTS[layout]), 2, timeout=120), 1e-10) < 1e-10
+    )
+
+
+def test_they_are_what_transformers_decodes(folder):
+    (line,) = check_processor(resolve(recipe(folder, "")))
+    assert line == "data: tokens and tensors of 4 of the first 4 samples equal those of transformers' own processor"
+
+
+FAMILIES = (
+    ("llava", "encoder PP 2 beside LLM TP 2", ""),
+    ("llava", "encoder PP 2 beside LLM TP 2", "[modules.projector]"),
+    ("llava", "encoder beside LLM FSDP 2", "cut"),
+    ("idefics3", "encoder PP 2 beside LLM TP 2", ""),
+    ("qwen2_5_vl", "encoder PP 2 beside LLM TP 2", ""),
+    ("qwen3_vl", "encoder TP 2 under LLM CP 2 x TP 2", ""),
+    ("internvl", "encoder TP 2 under LLM CP 2 x TP 2", "[modules.projector]"),
+    ("internvl", "encoder beside LLM FSDP 2", "cut"),
+    ("llava_onevision", "encoder beside LLM FSDP 2", ""),
+    ("gemma3", "encoder TP 2 under LLM CP 2 x TP 2", ""),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "layout", "change"), FAMILIES)
+def test_families_train_as_in_transformers(pool4, tmp_path, family, layout, change):
+    """Or, where `seq_len` cuts images off the ends of samples, as in one process."""
+    tiny_directory(family, image_text_classes()[family], tmp_path / "model")
+    asked = (
+        ["0.png"],
+        [],
+        ["1.png"],
+        ["1.png", "2.png"],
+        ["2.png", "0.png", "1.png"],
+        [],
+        ["2.png"],
+        ["1.png", "0.png"],
+    )
+    write_data(tmp_path, asked)
+    cut = change == "cut"
+    given = {"modules": "" if cut else change, "more": "seq_len = 110" if cut else ""}
+    alone = recipe(tmp_path, "", **given)
+    truth = parity.reference(alone, 2) if cut else whole_reference(alone, 2, processed=True)
+    ranks = pool4.run(parity.run_as, recipe(tmp_path, LAYOUTS[layout], **given), 2, timeout=120)
+    assert parity.compare(truth, ranks, 1e-10) < 1e-10

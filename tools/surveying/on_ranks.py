@@ -1,0 +1,62 @@
+"""A recipe on ranks that are forked from this process, whose imports and caches they have: a second instead of many."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+WAIT = timedelta(seconds=150)
+
+
+def run_on_ranks(recipe: Any, steps: int, size: int) -> list[Any]:
+    """`hetmesh.testing.parity.run` on so many ranks. Raises RuntimeError: a rank failed; with what it said."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(size)]
+        ranks = [
+            context.Process(target=_rank, args=(rank, size, recipe, steps, Path(folder) / "store", pipes[rank][1]))
+            for rank in range(size)
+        ]
+        for process, (_, theirs) in zip(ranks, pipes, strict=True):
+            process.start()
+            theirs.close()
+        try:
+            answers = []
+            for rank, (ours, _) in enumerate(pipes):
+                done, value = pickle.loads(ours.recv_bytes()) if ours.poll(WAIT.seconds) else (False, "no answer")
+                if not done:
+                    raise RuntimeError(f"rank {rank}: {value}")
+                answers.append(value)
+            return answers
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _rank(rank: int, size: int, recipe: Any, steps: int, store: Path, pipe: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from hetmesh._torch_compat import one_gloo_device
+    from hetmesh.testing.parity import run_as
+
+    torch.set_num_threads(1)
+    try:
+        with one_gloo_device():
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=WAIT
+            )
+        answer = (True, run_as(rank, recipe, steps))
+    except BaseException as error:
+        if os.environ.get("SHOW_TRACEBACK"):
+            traceback.print_exception(error)
+        answer = (False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    pipe.send_bytes(pickle.dumps(answer))
+    os._exit(0)
