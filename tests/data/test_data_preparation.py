@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from hetmesh.cli import main
 from hetmesh.data import check_meta, make_source
 from hetmesh.data.metadata_index import build_index
 from hetmesh.errors import RecipeError, SampleError
@@ -333,3 +336,14 @@ def test_a_recording_whose_end_the_processor_would_drop_is_refused(processors, t
             SampleError, match=r"sample 'talk 0': .*long.wav: it lasts 3.0 s, more than the 2.0 s of Qw"
         ):
             ask(0)
+
+
+def test_modules_that_take_tensors_refuse_what_a_processor_has_prepared(processors, media, tmp_path, capsys):
+    source_of(processors("llava"), media, asked(media / "a.png"))
+    recipe = (Path(__file__).parents[2] / "recipes" / "digits_single.toml").read_text()
+    recipe = re.sub(r"\[validation\]\n[^[]*", "", recipe).replace('source = "digits"', 'source = "conversations"')
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe)
+    options = f"{{path = '{media / 'talks.jsonl'}', processor = '{processors('llava')}'}}"
+    assert main(["check", str(path), f"--data.options={options}"]) == 2
+    assert "modules.vision.model = 'siglip' takes tensors of items, and the data's 'image'" in capsys.readouterr().err

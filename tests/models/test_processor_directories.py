@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
+from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.split.batching import Pad, measure
+from hetmesh.models.split import processor as processors
+from hetmesh.models.split.batching import Batching, Cat, Pad, measure
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.processor import processor_at
+from hetmesh.models.split.units import UnitCalls, taken
 from hetmesh.models.weights.pretrained import Pretrained
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -47,3 +52,42 @@ def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_proces
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
     assert adapter.call is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
+
+
+def units(*frames):
+    """Of videos whose frames are stacked, a sample each; every one makes a row."""
+    samples = [
+        SimpleNamespace(id=f"s{i}", units={"video": {"frames": torch.ones(1, count, 2)}}, unit_rows={"video": 1})
+        for i, count in enumerate(frames)
+    ]
+    metas = [SampleMeta(each.id, 3, (MediaItem("video", (), 1, 1, (), ((1, 1),)),)) for each in samples]
+    blank = {"frames": torch.ones(1, 4, 2)}
+    return UnitCalls({"video": Batching({"frames": Cat(0)}, blank, 1)}), samples, metas
+
+
+def test_units_that_do_not_go_into_one_batch_name_their_samples():
+    calls, samples, metas = units(4, 8)
+    with pytest.raises(SampleError, match=r"samples \['s0', 's1'\]: .* do not go into one batch .*num_frames"):
+        calls.batch(samples, metas, 1)
+
+
+def test_a_tower_that_makes_other_rows_than_were_planned_is_an_error_and_what_cannot_be_read_are_zeros():
+    calls, samples, metas = units(4, 4, 4)
+    samples[1].units = {"video": {}}
+    batch = calls.batch(samples, metas, 2)
+    made = torch.arange(1.0, 5.0)[:, None].expand(4, 3)
+    assert taken(made, batch)[:, 0].tolist() == [1, 2, 0, 0, 3, 4]
+    for wrong in (made[:3], torch.cat([made, made[:1]])):
+        with pytest.raises(SampleError, match=f"{len(wrong)} rows were made of media, 4 were planned"):
+            taken(wrong, batch)
+
+
+def test_without_torchvision_it_says_what_to_install(directory, monkeypatch):
+    def absent(*_, **__):
+        raise ImportError("it requires the Torchvision library")
+
+    path = directory("llava", "LlavaForConditionalGeneration")
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", absent)
+    monkeypatch.setattr(processors, "find_spec", lambda _: None)
+    with pytest.raises(RecipeError, match=r"Torchvision library; .* pip install 'hetmesh\[media\]'"):
+        processor_at(path, "[data.options] processor")

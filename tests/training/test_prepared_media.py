@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
@@ -25,8 +26,8 @@ IMAGES = ((64, 96), (150, 75), (90, 90))
 FRAMES = (40, 20, 30)
 
 
-def write_data(path: Path, asked) -> None:
-    """Conversations that ask about these files, every other one with a further question about an image."""
+def write_data(path: Path, asked, name: str = "data.jsonl", again: bool = True) -> None:
+    """Conversations that ask about these files; `again`: every other one has a further question about an image."""
     draw = np.random.default_rng(0)
     for i, (height, width) in enumerate(IMAGES):
         Image.fromarray(draw.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path / f"{i}.png")
@@ -34,11 +35,11 @@ def write_data(path: Path, asked) -> None:
     for i, files in enumerate(asked):
         parts = [{"type": kind, kind: file} for file in files for kind in ["video" if "mp4" in file else "image"]]
         turns = [("user", [*parts, {"type": "text", "text": f"what is {i}?"}]), ("assistant", f"it is {i}" + "." * i)]
-        if i % 2:
+        if again and i % 2:
             turns += [("user", [{"type": "image", "image": "2.png"}, {"type": "text", "text": "sure?"}])]
             turns += [("assistant", "yes")]
         lines.append(json.dumps({"id": str(i), "messages": [{"role": role, "content": said} for role, said in turns]}))
-    (path / "data.jsonl").write_text("\n".join(lines))
+    (path / name).write_text("\n".join(lines))
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +54,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 def recipe(folder: Path, layout: str, modules: str = '[modules.vision]\nmedia = "image+video"', more: str = ""):
+    return parse_recipe(recipe_text(folder, layout, modules, more))
+
+
+def recipe_text(folder: Path, layout: str, modules: str, more: str = "") -> str:
     options = "processor_options = { fps = 2 }" if "video" in modules else ""
-    return parse_recipe(
-        f"""
+    return f"""
 [model]
 hf_path = "{folder / "model"}"
 {modules}
@@ -69,7 +73,6 @@ local_batch_size = 4
 {more}
 {layout}
 """
-    )
 
 
 LAYOUTS = {
@@ -116,7 +119,10 @@ context_parallel_degree = 2
 }
 
 
-VIDEOS = ("encoder DP 2 beside LLM TP 2", "FSDP 4 under LLM PP 2 x CP 2")
+VIDEOS = (
+    "encoder DP 2 beside LLM TP 2",
+    "FSDP 4 under LLM PP 2 x CP 2",
+)
 
 
 @pytest.mark.parametrize("layout", VIDEOS)
@@ -127,9 +133,27 @@ def test_images_and_videos_train_as_in_transformers(pool4, folder, layout):
     )
 
 
+def test_a_global_batch_without_media_passes_the_stages_of_an_encoder(pool4, folder):
+    """The second one has some."""
+    write_data(folder, ([], [], ["0.png"], ["1.png", "2.png"]), "few.jsonl", again=False)
+    keys = "--data.order=given", "--training.global_batch_size=2", "--training.local_batch_size=2"
+
+    def given(layout: str):
+        return parse_recipe(recipe_text(folder, layout, "").replace("data.jsonl", "few.jsonl"), keys)
+
+    truth = parity.reference(given(""), 2)
+    ranks = pool4.run(parity.run_as, given(LAYOUTS["encoder PP 2 beside LLM TP 2"]), 2, timeout=60)
+    assert parity.compare(truth, ranks, 1e-10) < 1e-10
+
+
 def test_they_are_what_transformers_decodes(folder):
     (line,) = check_processor(resolve(recipe(folder, "")))
     assert line == "data: tokens and tensors of 4 of the first 4 samples equal those of transformers' own processor"
+
+
+def test_stages_of_a_tower_that_is_called_for_each_kind_are_refused(folder):
+    with pytest.raises(RecipeError, match=r"parallelism\.vision.*it is called for each kind of media"):
+        resolve(recipe(folder, LAYOUTS["encoder PP 2 beside LLM TP 2"]))
 
 
 FAMILIES = (

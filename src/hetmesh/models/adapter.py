@@ -47,6 +47,7 @@ class Abilities:
         last_layers: FQNs of layers that stay together in the last stage.
         find_stages: where it takes seconds to find out: gives what is said here of stages and of shares of tokens.
         placed_rows: rows that it emits for each of a placed item, where a module after it joins several.
+        unit_kinds: kinds of media that it takes as a directory's processor prepares them.
         stage_batch: for an encoder whose later stages read something, too: what, from the metadata of samples.
         token_sharded: sequence parallelism: FQNs of the submodules that work on a share of the tokens.
         token_gathered: patterns of the parts within these that read all tokens, although tensor parallelism leaves them
@@ -78,6 +79,7 @@ class Abilities:
     find_stages: Callable[[], Mapping[str, Any]] | None = None
     stage_batch: Callable[[Sequence[SampleMeta]], dict[str, Tensor]] | None = None
     placed_rows: int = 1
+    unit_kinds: tuple[str, ...] = ()
     token_sharded: tuple[str, ...] = ()
     token_gathered: tuple[str, ...] = ()
     splits_tokens: bool = False

@@ -20,7 +20,7 @@ from hetmesh.data.payloads import Payloads
 from hetmesh.data.recipe_sources import recipe_source
 from hetmesh.data.sample_order import GIVEN, SHUFFLED, TOKENS, EpochOrder, PhasedOrder, SampleOrder
 from hetmesh.data.source import Source
-from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals, SampleError
+from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals
 from hetmesh.formatting import listed
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.models import (
@@ -37,6 +37,7 @@ from hetmesh.recipe.module_options import module_options, packs, token_assignmen
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Balance
 from hetmesh.resolve.deferral import DeferralChoice, choose_deferral
+from hetmesh.resolve.media import check_extents, check_placed, media_extents
 from hetmesh.resolve.module_refusals import uncompared_plans
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
@@ -223,11 +224,13 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
         refusals.finish()
     assert source is not None
     adapters: dict[str, Adapter] | None = None
-    extents: dict[str, tuple[int, ...]] = {}
+    extents: dict[str, tuple[int, ...] | None] = {}
     if not refusals.said:
         with refusals.collect():
-            extents = _media_extents(source, recipe.data.on_bad_sample == "skip")
-            adapters = adapters_of(recipe, source.vocab_size, extents)
+            extents = media_extents(source, recipe.data.on_bad_sample == "skip")
+            tensors = {kind: extent for kind, extent in extents.items() if extent is not None}
+            adapters = adapters_of(recipe, source.vocab_size, tensors)
+            check_placed([kind for kind in extents if kind not in tensors], recipe, adapters)
     shapes = ModuleShapes(recipe, adapters or {})
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders, shapes)
@@ -241,7 +244,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
             typical = _typical(recipe, adapters, source)
             graph = _graph(recipe, adapters, shapes, typical)
             if recipe.data.on_bad_sample != "skip":
-                _check_extents(extents, graph, adapters)
+                check_extents(tensors, graph, adapters)
             check_balance(recipe.balance, graph)
             check_schedule(recipe, graph)
     if adapters is not None and not refusals.said:
@@ -272,34 +275,6 @@ def check_first_batch(resolved: ResolvedRecipe) -> None:
             resolved.plan(metas)
         except GraphError as error:
             raise RecipeError(f"balance.max_tokens: the first batch cannot keep it: {error}") from error
-
-
-def _media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...]]:
-    """Extent per kind of media, from the first samples that have some; with `skip` not of those that cannot be read,
-    which the run leaves out too."""
-    extents: dict[str, tuple[int, ...]] = {}
-    for index in range(min(len(source), 64)):
-        try:
-            for item in source.meta(index).media:
-                if not item.runs:
-                    extents.setdefault(item.name, item.extent)
-        except SampleError:
-            if not skip:
-                raise
-    return extents
-
-
-def _check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> None:
-    """Raise RecipeError for media that a processor makes of a shape that their encoder does not take."""
-    for at, rows in placeholder_rows(graph, adapters).items():
-        if at in extents:
-            try:
-                rows(extents[at])
-            except SampleError as error:
-                raise RecipeError(
-                    f"data: its items of kind {at!r} do not suit the module that reads them: {error}; does the "
-                    "processor belong to the model?"
-                ) from error
 
 
 def _typical(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source) -> Typical:

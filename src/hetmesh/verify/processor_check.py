@@ -84,7 +84,9 @@ def by_transformers(
         if any(kind == "video" for kind, _ in media):  # whose files `apply_chat_template` decodes by torchcodec
             text = own.apply_chat_template(turns, chat_template=preparation.chat.template, tools=tools)
             by_kind = {kind: [[x for k, x in zip(media, opened, strict=True) if k[0] == kind]] for kind, _ in media}
-            given = {**preparation.processor.options, **preparation.processor.arguments(by_kind)}
+            given = {**preparation.processor.arguments(by_kind), **preparation.processor.options}
+            given["do_sample_frames"] = given.get("do_sample_frames", False) or own.video_processor.do_sample_frames
+            given["do_sample_frames"] |= any(given.get(key) for key in ("fps", "num_frames"))
             return dict(own(text=[text], return_tensors="pt", **given))
         if not preparation.chat.takes_parts and media:
             return None
@@ -105,18 +107,14 @@ def by_transformers(
 
 
 def _opened(preparation: Preparation, kind: str, blob: Blob) -> Any:
-    """An item; a video as transformers decodes it."""
+    """An item; a video with all of its frames, as transformers decodes it and samples them."""
     ours = preparation.opened(kind, blob, blob.read())
     if not isinstance(ours, Clip):
         return ours
     with tempfile.NamedTemporaryFile(suffix=Path(blob.name).suffix) as file:
         file.write(blob.read())
         file.flush()
-
-        def wanted(metadata: Any, **_: Any) -> list[int]:
-            return preparation.processor.wanted_frames(metadata)
-
-        frames, metadata = hf("video_utils.load_video")(file.name, sample_indices_fn=wanted)
+        frames, metadata = hf("video_utils.load_video")(file.name)
     return Clip(frames, metadata)
 
 

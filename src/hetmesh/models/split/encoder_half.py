@@ -123,6 +123,7 @@ class HfEncoderAdapter(PartAdapter):
             find_stages=lambda: self._stages,
             stage_batch=self.stage_batch,
             placed_rows=self.placed_rows,
+            unit_kinds=() if self.units is None else tuple(self.units.batchings),
             side_outputs=tuple(name for name in self._blank_rows if name),
             item_grid=self._grid if self.call is not None and self.call.grid(self.call.blank) is not None else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
@@ -188,6 +189,8 @@ class HfEncoderAdapter(PartAdapter):
     @cached_property
     def _stages(self) -> Mapping[str, Any]:
         """Where it can be cut, and tokens shared between: in blocks whose outputs the next one alone reads."""
+        if len(kinds_of(self.media)) > 1:
+            return {"reasons": dict.fromkeys(("activation", "token_sharded"), "it is called for each kind of media")}
         found = stages_of(self, self._empty, self._flat)
         blocks = [name for name in tower_blocks(self._empty) if name not in found.get("last_layers", ())]
         reasons = dict(found.get("reasons", ()))
@@ -313,7 +316,9 @@ class HfEncoderAdapter(PartAdapter):
         return [item for meta in metas for item in meta.media if item.name in kinds_of(self.media)]
 
     def stage_batch(self, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        """What later stages read: of the same shapes."""
+        """What later stages read: of the same shapes. (Of units they are the units themselves.)"""
+        if self.units is not None and not self._items(metas):  # as in `collate`
+            return self.units.batch((), (), self.placed_rows)
         assert self.call is not None
         return self._batch([torch.ones(apart(self.call, item.extent)[0]) for item in self._items(metas)], metas)
 

@@ -69,7 +69,14 @@ class UnitCalls:
             for kind, first, rows in places
         ]
         rows, made_rows = torch.cat(take) if take else torch.zeros(0, dtype=torch.int64), torch.zeros(ratio * end, 0)
-        batch = {**self._collated(units), MADE: made_rows, "rows": torch.zeros(len(rows), 0)}
+        try:
+            collated = self._collated(units)
+        except RuntimeError as error:  # of tensors that do not go together, though those did that were measured
+            raise SampleError(
+                f"samples {[sample.id for sample in samples]}: what the directory's processor makes of their media has "
+                f"shapes that do not go into one batch ({error}); processor_options fix them (num_frames, size)"
+            ) from error
+        batch = {**collated, MADE: made_rows, "rows": torch.zeros(len(rows), 0)}
         return batch if torch.equal(rows, torch.arange(len(made_rows))) else {**batch, TAKE: rows}
 
     def rows(self, module: Any, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Any]:
