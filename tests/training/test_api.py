@@ -13,6 +13,7 @@ from hetmesh.boundary import World
 from hetmesh.errors import BoundaryError, LaunchError, LossError, NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.summary import summary
 from hetmesh.testing.parity import Outcome, compare
 from hetmesh.training.trainer import Trainer
 
@@ -141,6 +142,8 @@ def test_values_of_samples_reach_a_loss_of_ones_own_in_every_layout(pool4, tmp_p
 
 def test_values_that_nobody_reads_or_that_are_missing_are_refused(tmp_path):
     given = recipe("digits_single", tmp_path, *VALUED)
+    said = "data.options.values = ['weight', 'reward'] reach a custom loss"
+    assert any(said in line for line in summary(resolve(given)))
     for start in (hetmesh.train, lambda given: hetmesh.open_job(given).__enter__()):
         with pytest.raises(RecipeError, match=r"values = \['weight', 'reward'\]: cross-entropy reads none and weighs"):
             start(given)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from hetmesh.data.source import abilities_of
 from hetmesh.formatting import counted, ranks_text, table, toml
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
@@ -61,6 +62,11 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
         yield f"note: {note}"
     if why := why_not_compared(recipe):
         yield f"note: its weights are not compared with transformers' own forward: {why}"
+    if names := list(abilities_of(resolved.source).values):
+        yield (
+            f"note: data.options.values = {names} reach a custom loss, hetmesh.train(recipe, loss=f); a run without "
+            "one is refused"
+        )
     if dropping := [name for name, adapter in adapters.items() if drops(recipe, name, adapter)]:
         yield (
             f"note: dropout of {', '.join(dropping)}: lanes, shards and microbatches draw numbers of their own, so "
