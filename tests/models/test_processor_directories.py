@@ -13,7 +13,7 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.split import processor as processors
-from hetmesh.models.split.batching import Batching, Cat, Pad, measure
+from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, measure, random_item
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.units import UnitCalls, taken
@@ -52,6 +52,30 @@ def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_proces
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
     assert adapter.call is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "rule"),
+    [
+        ("llava", "pixel_values", Cat(0)),
+        ("minicpmv4_6", "pixel_values", Cat(3)),
+        ("idefics3", "pixel_values", Pad(0.0)),
+        ("molmo2", "image_token_pooling", Offset("pixel_values", 2)),
+    ],
+)
+def test_rules_of_families(processors, family, key, rule):
+    """As they are known (the first that holds is taken), and what they make of three samples is what the processor
+    makes of these at once."""
+    processor = processor_at(processors(family), "a directory")
+    batching = measure(processor, "image")
+    assert batching.rules[key] == rule
+    counts = (2, 1, 1)
+    items = [[random_item(processor.blank("image", (40 + 50 * i, 90)))] * n for i, n in enumerate(counts)]
+    texts = [processor.written("image") * n for n in counts]
+    made = batching.collate([processor(t, {"image": i}).units["image"] for t, i in zip(texts, items, strict=True)])
+    both = processor.own(text=texts, padding=True, return_tensors="pt", **processor.arguments({"image": items}))
+    for name, tensor in made.items():
+        assert torch.equal(tensor, both[name]), name
 
 
 def units(*frames):
