@@ -183,10 +183,10 @@ class Predictor:
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes, microbatch_shares=plan.shares)
         for samples in samples_of_batches(problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance, assign=self._assign)
+            options = replace(plan.options, validated=False)
             if plan.schedule == "bubble_fill":
-                schedule = fill_bubbles(model, batch, True, plan.options)
+                schedule = fill_bubbles(model, batch, True, options)
             else:
-                options = replace(plan.options, validated=False)
                 schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, options)
             yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from hetmesh._processes import no_garbage_collection
 from hetmesh.errors import HetmeshError
 from hetmesh.planner.candidates import (
     can_run,
@@ -77,7 +78,8 @@ def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES) -> Found
         shown: how many of each placement are returned.
         batches: sampled global batches whose mean decides; a certified macro batch says how many (`macro_batch.py`).
     """
-    return _Search(problem, batches).run(shown)
+    with no_garbage_collection():
+        return _Search(problem, batches).run(shown)
 
 
 class _Search:
@@ -252,10 +254,16 @@ class _Search:
         best = next((p.step_s for p in found if p.plan.schedule in (fixed, *_FILLABLE)), math.inf)
         if fixed not in (None, "bubble_fill"):
             return found
-        first = [way for plan in [*reversed(pipelines.values())][:_MAX_FILLED] for way in self._inner(plan)]
-        more = self._measured(self._new(first))
-        near = bool(more) and more[0].step_s < _CLOSE * min(p.step_s for p in (*found, *more))
-        for ways in (self._slices, self._uneven) if near else ():
+        more: list[Prediction] = []
+
+        def near() -> bool:
+            return bool(more) and more[0].step_s < _CLOSE * min(p.step_s for p in (*found, *more))
+
+        for plan in [*reversed(pipelines.values())][:_MAX_FILLED]:
+            more = sorted([*more, *self._measured(self._new(self._inner(plan)))], key=_by_seconds)
+            if not near():
+                break
+        for ways in (self._slices, self._uneven) if near() else ():
             more = sorted([*more, *self._measured(self._new(ways(more[0].plan)))], key=_by_seconds)
         keys = {p.plan.key() for p in found}
         more = [p for p in more if p.step_s < 0.999 * best and p.plan.key() not in keys]

@@ -85,7 +85,9 @@ def _filled(
         actions = [names(problem.actions[i]) for i in found.order]
         in_flight = {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}}
         encoders = frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module))
-        return schedule_of(actions, stages, routes, training, in_flight, inner.split, beside=encoders)
+        return schedule_of(
+            actions, stages, routes, training, in_flight, inner.split, options.validated, beside=encoders
+        )
 
     found = [(coarse(problem, caps), _renamed(None))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
@@ -154,7 +156,7 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     if options.inner == "interleaved":
         return interleaved(alone, routes.count(module), training, options)
     split = splittable if training and options.inner == "zero_bubble" else NO_STAGES
-    return by_caps(alone, Routes.of(alone, routes.count(module)), training, split)
+    return by_caps(alone, Routes.of(alone, routes.count(module)), training, split, options.validated)
 
 
 def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[int | None, ...]:

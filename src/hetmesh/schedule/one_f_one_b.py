@@ -21,7 +21,7 @@ def one_f_one_b(
     models, MIMO): by the distance from the source, encoders of unequal depth would be misaligned. A stage without a
     backward runs as far ahead, and no further.
     """
-    return by_caps(stages, Routes.of(stages, microbatches), training)
+    return by_caps(stages, Routes.of(stages, microbatches), training, validated=options.validated)
 
 
 @lru_cache(maxsize=64)
@@ -36,14 +36,20 @@ def zero_bubble(
     (`ModuleSpec.splits_backward`).
     """
     split = stages.splittable_stages if training else NO_STAGES
-    return by_caps(stages, Routes.of(stages, microbatches), training, split)
+    return by_caps(stages, Routes.of(stages, microbatches), training, split, options.validated)
 
 
-def by_caps(stages: StageGraph, routes: Routes, training: bool, split: frozenset[Stage] = NO_STAGES) -> Schedule:
+def by_caps(
+    stages: StageGraph,
+    routes: Routes,
+    training: bool,
+    split: frozenset[Stage] = NO_STAGES,
+    validated: bool = True,
+) -> Schedule:
     """The schedule of stages that each obey `Capped` with `caps_by_distance`."""
     steps = one_by_one(stages, routes, training)
     caps = caps_by_distance(stages, routes, steps)
     # of two that could start at once, the one nearer to the sink
     groups = capped_stages(reversed(stages.stages), stages, routes, steps, caps, split)
     order = list_schedule(stages, routes, groups, nominal(stages, routes, split), split)
-    return schedule_of(order, stages, routes, training, caps, split)
+    return schedule_of(order, stages, routes, training, caps, split, validated)

@@ -28,7 +28,7 @@ class PolicyOptions:
             LLM's order needs.
         raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
             error.
-        validated: interleaved: False: for a search, which simulates hundreds of schedules and runs none.
+        validated: False: for a search, which simulates hundreds of schedules and runs none.
     """
 
     window: int | None = None
