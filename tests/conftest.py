@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import runpy
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -29,6 +30,9 @@ SHIM = Path(__file__).parent / "support" / "torchvision_shim"
 """For this process, and for workers and commands that tests start."""
 runpy.run_path(str(SHIM / "sitecustomize.py"))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SHIM), os.environ.get("PYTHONPATH"))))
+
+_CACHE = tempfile.TemporaryDirectory(prefix="hetmesh-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name  # nothing is kept for the user's own runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

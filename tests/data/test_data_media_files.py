@@ -185,7 +185,7 @@ def test_pixels_are_counted_before_memory_is_taken(videos, monkeypatch):
 def test_without_pyav_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     for ask in (video_header, lambda file: recording_header(file, 16000)):
-        with pytest.raises(RecipeError, match=r"PyAV, which is not installed: pip install 'hetmesh\[media\]'"):
+        with pytest.raises(RecipeError, match=r"PyAV reads; it is not installed: pip install 'hetmesh\[media\]'"):
             ask(io.BytesIO())
 
 

@@ -27,9 +27,10 @@ CASES = {
 }
 
 
-def recipe(case, folder, more="", projector=""):
-    tower, config, llm, text = CASES[case]
-    return parse_recipe(f"""
+def recipe(case, folder, more="", projector="", image=8, keys=()):
+    tower, config, llm, text = CASES[case] if isinstance(case, str) else case
+    return parse_recipe(
+        f"""
     [modules.vision]
     model = "{tower}"
     config = {{ {config} }}
@@ -49,12 +50,14 @@ def recipe(case, folder, more="", projector=""):
     at = "image"
     [data]
     source = "hetmesh.testing.sources:RandomMedia"
-    options = {{ kinds = {{ image = [3, 8, 8] }}, max_text = 12 }}
+    options = {{ kinds = {{ image = [3, {image}, {image}] }}, max_text = 12 }}
     [training]
     local_batch_size = 4
     dtype = "float32"
     {KEPT.format(steps=2, folder=folder, more="")}
-    """)
+    """,
+        keys,
+    )
 
 
 def check_logits(run, out, *, missing=()):
@@ -88,7 +91,8 @@ def test_logits_of_the_directory_are_those_of_the_run(tmp_path, case):
     run = saved_run(tmp_path / "run")
     lines = export(run, tmp_path / "out")
     assert "  loads with transformers.LlavaForConditionalGeneration.from_pretrained" in lines
-    assert "  without tokenizer and processor: the recipe's data name none" in lines
+    none = "the recipe's data name none, and its modules' directories have none"
+    assert f"  without tokenizer and processor: {none}" in lines
     older = any(line.startswith("  for transformers from 5.18 on: ") for line in lines)
     assert older == case.startswith("SigLIP")
     norm = ("weight", "bias") if case.startswith("CLIP") else ()  # of CLIP's pooled output, which nothing reads
@@ -131,22 +135,44 @@ def test_what_llava_cannot_say_is_a_directory_per_module_and_the_reason(tmp_path
     assert {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()} == {"vision", "projector", "llm"}
 
 
+SIGLIP = """
+[modules.vision]
+model = "siglip"
+config = {{ {tower}, image_size = 28 }}
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "llama"
+initial_load_path = "/path/to/vicuna-7b-v1.5"
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+""".format(tower=TOWER.replace("patch_size = 4", "patch_size = 14"))
+
+
 @pytest.mark.slow
-def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys):
+@pytest.mark.parametrize("modules", [None, SIGLIP], ids=["CLIP", "SigLIP"])
+def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys, modules):
     from PIL import Image
     from transformers import AutoProcessor
 
     root = save_llava_parts(tmp_path / "files")
     keys = ("--job.dump_folder", str(tmp_path / "run"), "--data.options.pad_to_square", "false")
-    pool(2).run(save_now, filled(root, *keys), 1, timeout=120)
+    pool(2).run(save_now, filled(root, *keys, modules=modules), 1, timeout=120)
     run = saved_run(tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert "with a LlavaProcessor of the run's tokenizer and image processor" in capsys.readouterr().out
-    check_logits(run, tmp_path / "out")
+    llava = check_logits(run, tmp_path / "out")
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     model = OneProcess.load(run.recipe, run)
-    loader = model.loader(model.resolved.source)
-    samples = loader.load(loader.batch(0))
+    source = model.resolved.source
+    loader = model.loader(source)
+    drawn = loader.batch(0)
+    samples = loader.load(drawn)
     records = [json.loads(line) for line in (root / "pretrain.jsonl").read_text().splitlines()]
     for index in (1, 2, 7):  # one image, two, two questions
         turns = records[index]["messages"]
@@ -156,3 +182,34 @@ def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys):
         assert made["input_ids"][0].tolist() == samples[index].tokens.tolist()
         pixels = torch.stack(list(samples[index].media["image"]))
         assert torch.allclose(made["pixel_values"], pixels, atol=2 / 255 / 0.3)
+        with torch.no_grad():
+            theirs = llava(**made).logits[0]
+        *earlier, (start, stop) = drawn[index].meta.targets
+        theirs = torch.cat([theirs[first - 1 : last - 1] for first, last in (*earlier, (start, stop + 1))])
+        answer = samples[index].tokens[start:stop].tolist()
+        assert relative(model.logits(Continued(source, [drawn[index].index], [answer])), theirs) < 1e-5
+
+
+@pytest.mark.slow
+def test_where_the_data_name_no_processor_it_is_that_of_the_modules_directories(tmp_path):
+    from transformers import AutoProcessor
+
+    root = save_llava_parts(tmp_path / "files")
+    tower, llm = root / "clip-vit-large-patch14-336", root / "vicuna-7b-v1.5"
+    keys = ("--modules.vision.initial_load_path", str(tower), "--modules.llm.initial_load_path", str(llm))
+    train(recipe(("clip", "feature_layer = -2", "llama", ""), tmp_path / "run", image=28, keys=keys))
+    named = f"modules.llm.initial_load_path = '{llm}'"
+    run = saved_run(tmp_path / "run")
+    both = f"{named} and modules.vision.initial_load_path = '{tower}'"
+    assert f"  with a LlavaProcessor of {both}; the recipe's data name none" in export(run, tmp_path / "out")
+    check_logits(run, tmp_path / "out")
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    made = processor(text="<s> what", images=[torch.zeros(3, 9, 9)], return_tensors="pt")
+    assert made["input_ids"][0].tolist().count(1) == 4
+    assert made["pixel_values"].shape == (1, 3, 28, 28)
+
+    tokenizer = json.loads((llm / "tokenizer.json").read_text()) | {"added_tokens": []}
+    (llm / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (llm / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    lines = export(run, tmp_path / "words")
+    assert f"  without tokenizer and processor: token 1, which stands for an image, is a word in {named}" in lines

@@ -12,7 +12,6 @@ import torch
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.split import processor as processors
 from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, measure, random_item
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.processor import processor_at
@@ -104,14 +103,3 @@ def test_a_tower_that_makes_other_rows_than_were_planned_is_an_error_and_what_ca
     for wrong in (made[:3], torch.cat([made, made[:1]])):
         with pytest.raises(SampleError, match=f"{len(wrong)} rows were made of media, 4 were planned"):
             taken(wrong, batch)
-
-
-def test_without_torchvision_it_says_what_to_install(directory, monkeypatch):
-    def absent(*_, **__):
-        raise ImportError("it requires the Torchvision library")
-
-    path = directory("llava", "LlavaForConditionalGeneration")
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", absent)
-    monkeypatch.setattr(processors, "find_spec", lambda _: None)
-    with pytest.raises(RecipeError, match=r"Torchvision library; .* pip install 'hetmesh\[media\]'"):
-        processor_at(path, "[data.options] processor")

@@ -16,7 +16,7 @@ from hetmesh.resolve.directories import why_not_compared
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
 from hetmesh.verify.self_check import TOLERANCE, self_check
-from hetmesh.verify.self_check_process import compare, compare_in_process, needs_self_check, record, record_file
+from hetmesh.verify.self_check_process import compare, compare_in_process, needs_self_check, record
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
 
@@ -155,17 +155,43 @@ def test_modules_of_several_directories_are_not_compared_which_is_said(tmp_path)
     assert why_not_compared(parse_recipe((Path(__file__).parents[2] / "recipes" / "digits.toml").read_text())) == ""
 
 
-@pytest.mark.slow
-def test_the_result_is_kept_until_the_directory_or_the_modules_change(tmp_path):
+def test_the_result_is_kept_for_the_directory_until_it_or_what_is_made_of_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tiny_vlms.save("llava", tmp_path)
-    text = tiny_vlms.recipe_text(path, f"[job]\ndump_folder = '{tmp_path}/out'")
-    recipe = parse_recipe(text)
+    (path / "preprocessor_config.json").write_text("{}")
+    text = tiny_vlms.recipe_text(path)
+    recipe = parse_recipe(text, ("--job.dump_folder", f"{tmp_path}/out"))
+    assert needs_self_check(recipe)
+    assert record(recipe, 1e-7).is_relative_to(tmp_path / "cache" / "hetmesh")
+    assert not needs_self_check(recipe)
+    other = parse_recipe(text, ("--job.dump_folder", f"{tmp_path}/other"))
+    assert not needs_self_check(other)
+    prefix = parse_recipe(text, ("--modules.llm.attention_mask", "prefix"))
+    assert needs_self_check(prefix)
+    record(prefix, 1e-7)
+    assert not needs_self_check(prefix)
+    assert not needs_self_check(recipe)  # is still known
+    for name in ("config.json", "preprocessor_config.json", "model.safetensors"):
+        before = (path / name).stat().st_mtime_ns
+        os.utime(path / name, ns=(1, 1))
+        assert needs_self_check(recipe), name
+        os.utime(path / name, ns=(before, before))
+        assert not needs_self_check(recipe)
+    (path / "tokenizer_config.json").write_text("{}")
     assert needs_self_check(recipe)
     record(recipe, 1e-7)
-    assert record_file(recipe) == tmp_path / "out.self_check.json"
+    monkeypatch.setattr("hetmesh.verify.self_check_process.version", lambda package: "0")
+    assert needs_self_check(recipe)
+
+
+def test_without_a_cache_the_result_is_kept_beside_the_dump_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    text = tiny_vlms.recipe_text(tiny_vlms.save("llava", tmp_path), f"[job]\ndump_folder = '{tmp_path}/out'")
+    recipe = parse_recipe(text, ("--data.options.template", 999 * "{# no path #}"))
+    assert record(recipe, 1e-7) == tmp_path / "out.self_check.json"
     assert not needs_self_check(recipe)
-    assert needs_self_check(parse_recipe(text, ("--modules.llm.attention_mask", "prefix")))
-    os.utime(path / "model.safetensors", ns=(1, 1))
+    monkeypatch.setattr("hetmesh.verify.self_check_process.content_hash", lambda code: "changed")
     assert needs_self_check(recipe)
 
 
@@ -177,7 +203,8 @@ def test_check_prints_what_the_directory_stands_for_and_who_owns_what(directory,
     assert main(["check", str(file), "--weights", "--parameters"]) == 0
     said = capsys.readouterr().out
     assert "weights: logits differ from transformers' own by at most" in said
-    assert json.loads((tmp_path / "out.self_check.json").read_text())
+    kept = said.partition("weights: ")[2].partition("\n")[0].rpartition("(")[2].removesuffix(")")
+    assert json.loads(Path(kept).read_text())["max_difference"] < TOLERANCE
     assert "\n  model.vision_tower.encoder.layers.*.self_attn.q_proj.weight  (3)\n" in said
     assert "\n  lm_head.weight\n" in said
     printed = said.partition("stands for:\n")[2].partition("vision owns ")[0]

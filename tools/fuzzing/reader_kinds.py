@@ -4,6 +4,7 @@ machines, profiles, tables, chat templates, links in directories, folders of ear
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -161,6 +162,7 @@ def _claimed(folder: Path, rng: random.Random) -> None:
 
 
 def _self_check(folder: Path) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(folder / "recipe.toml")  # no folder: it is kept beside that of the run
     self_check_process.record(_recipe(folder), 0.5)
 
 

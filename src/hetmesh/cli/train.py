@@ -96,7 +96,7 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
 def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
     """Compare the modules with transformers' own forward where the recipe's directory is used for the first time; what
     the summary says of it. Raises SelfCheckError: they differ, or could not be compared."""
-    from hetmesh.verify.self_check_process import compare_in_process, needs_self_check, record_file
+    from hetmesh.verify.self_check_process import compare_in_process, needs_self_check
 
     if not needs_self_check(recipe):
         return []
@@ -104,12 +104,11 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
         return ["note: its weights were not compared with transformers' own forward (--no-self-check)"]
     print("comparing the modules with transformers' own forward, once for this directory", file=sys.stderr, flush=True)
     try:
-        weights, *data = compare_in_process(recipe)
+        return compare_in_process(recipe)
     except SelfCheckError as error:
         raise SelfCheckError(
             f"{error}. (hetmesh check {args.recipe} --weights repeats it; --no-self-check trains all the same)"
         ) from error
-    return [f"{weights} ({record_file(recipe)})", *data]
 
 
 def _wrong_size(place: Place, path: str, needed: int) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
+from hetmesh.data.media_files import pyav
 from hetmesh.data.media_reader import KEY, MediaReader, reading
 from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.preparation import Preparation, Turns
@@ -284,6 +285,8 @@ class ConversationsSource:
         conversation, or a file is not there."""
         stored, name, messages, media = self._record(index)
         for kind, blob in media:
+            if self.preparation is not None and kind != "image":
+                pyav(f"{KEY} path: sample {name!r} has a {kind}")
             try:
                 if wants(kinds, kind):
                     _ = blob.length

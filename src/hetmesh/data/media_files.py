@@ -250,15 +250,20 @@ def _resampled_length(samples: int, given: int, rate: int) -> int:
     return length
 
 
+def pyav(what: str) -> Any:
+    """PyAV's module. Raises RecipeError: it is not installed; `what` needs it, and begins the message."""
+    try:
+        import av
+    except ImportError as error:
+        raise RecipeError(f"{what}, which PyAV reads; it is not installed: pip install 'hetmesh[media]'") from error
+    return av
+
+
 @contextmanager
 def _opened(file: BinaryIO, kind: str) -> Iterator[tuple[Any, Any]]:
     """The container in `file` and its first stream of a kind, "video" or "audio". Turns what PyAV raises into
     ValueErrors."""
-    try:
-        import av
-    except ImportError as error:
-        needed = "videos and recordings are read by PyAV, which is not installed"
-        raise RecipeError(f"{needed}: pip install 'hetmesh[media]'") from error
+    av = pyav(f"[data] has a file of which the {kind} is wanted")
     length, _ = file.seek(0, io.SEEK_END), file.seek(0)
     head, _ = file.read(8), file.seek(0)
     said = int.from_bytes(head[4:], "little") + 8

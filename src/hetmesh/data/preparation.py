@@ -70,11 +70,17 @@ class Preparation:
         key: prefix of the recipe keys in errors.
 
     Raises:
-        RecipeError: there is no such processor, it does not know an option, or its template does not write items as it
-            expects them.
+        RecipeError: torchvision is not there, there is no such processor, it does not know an option, or its template
+            does not write items as it expects them.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], template: str | None, key: str) -> None:
+        try:
+            import torchvision  # noqa: F401
+        except Exception as error:  # one of another torch raises RuntimeErrors
+            how = "is not installed" if isinstance(error, ImportError) else f"cannot be imported ({error})"
+            need = f"{key} processor = '{folder}': transformers' processors need torchvision, which {how}"
+            raise RecipeError(f"{need}: pip install 'hetmesh[media]'") from error
         self.processor = processor_at(folder, f"{key} processor = '{folder}'", options)
         kinds = self.processor.kinds
         self._from_sizes = FromSizes(self.processor)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetmesh.data.chat import DEFAULT_TEMPLATE
+from hetmesh.data.chat import DEFAULT_TEMPLATE, FILES
 from hetmesh.files import writing
 from hetmesh.models import pretrained_of
 from hetmesh.models.config_keys import hf
+from hetmesh.models.split.processor import PROCESSOR_FILES
 from hetmesh.recipe.recipe import Recipe
 
 CLASS = "LlavaForConditionalGeneration"
 TOWER, PROJECTOR, LLM = "model.vision_tower.", "model.multi_modal_projector.", "model.language_model."
 """Prefixes of the names of its parts' tensors; the head is beside these."""
+_FILES: Mapping[str, Sequence[str]] = {"tokenizer": FILES, "image_processor": PROCESSOR_FILES}
 KINDS = {TOWER: ("siglip", "clip"), PROJECTOR: ("mlp",), LLM: ("llama", "qwen3")}
 
 
@@ -53,9 +55,10 @@ def llava_config(image_token: int, tower: Any, vision: Any, text: Any) -> Any:
 
 
 def write_processor(recipe: Recipe, config: Any, place: Path) -> Iterator[str]:
-    """Write the processor of the recipe's tokenizer and image processor, and what the LLM's directory says of
-    generation. Yields what there is to know, as lines of text."""
-    llm = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
+    """Write the processor of the tokenizer and image processor that the recipe's data name, or else of those in the
+    directories of its modules, and what the LLM's directory says of generation. Yields what there is to know, as lines
+    of text."""
+    llm, tower = (pretrained_of(name, recipe.modules[name]) for name in (recipe.sink, llava_parts(recipe)[TOWER]))
     if llm is not None and (file := llm.path / "generation_config.json").is_file():
         with writing(place / file.name):
             shutil.copyfile(file, place / file.name)
@@ -63,14 +66,21 @@ def write_processor(recipe: Recipe, config: Any, place: Path) -> Iterator[str]:
         yield "for transformers from 5.18 on: older ones leave out the tower's last norm (tie_last_hidden_states)"
     tables = (data.options for data in recipe.data.mixture or (recipe.data,))
     options = next((table for table in tables if {"tokenizer", "image_processor"} <= table.keys()), None)
+    named = options is not None
+    if options is None and llm is not None and tower is not None:
+        options = {"tokenizer": llm.path, "image_processor": tower.path}
+        if not all(any((options[key] / name).is_file() for name in _FILES[key]) for key in options):
+            options = None
     if options is None:
-        yield "without tokenizer and processor: the recipe's data name none"
+        yield "without tokenizer and processor: the recipe's data name none, and its modules' directories have none"
         return
     try:
         tokenizer, images = (
             hf(kind).from_pretrained(Path(options[key]).expanduser(), local_files_only=True)
             for kind, key in (("AutoTokenizer", "tokenizer"), ("AutoImageProcessor", "image_processor"))
         )
+        if not (named or config.image_token_index in tokenizer.added_tokens_decoder):
+            raise ValueError(f"token {config.image_token_index}, which stands for an image, is a word in {llm}")
         clip = config.vision_config.model_type == "clip_vision_model"
         image_token = tokenizer.convert_ids_to_tokens(config.image_token_index)
         processor = hf("LlavaProcessor")(
@@ -83,11 +93,12 @@ def write_processor(recipe: Recipe, config: Any, place: Path) -> Iterator[str]:
             num_additional_image_tokens=int(clip),
         )
     except Exception as error:  # whatever transformers makes of the directories
-        yield f"without tokenizer and processor, which transformers does not load: {' '.join(str(error).split())}"
+        yield f"without tokenizer and processor: {' '.join(str(error).split())}"
         return
     with writing(place):
         processor.save_pretrained(place)
-    yield "with a LlavaProcessor of the run's tokenizer and image processor"
+    whose = "the run's tokenizer and image processor" if named else f"{llm} and {tower}; the recipe's data name none"
+    yield f"with a LlavaProcessor of {whose}"
     if options.get("pad_to_square"):
         yield "the run's images were padded to squares (data.options.pad_to_square); this processor does not do it"
 

@@ -1,19 +1,21 @@
-"""The self-check in a separate process, and its results, which are kept beside the dump folder."""
+"""The self-check in a separate process, and its results, which are kept in the user's cache."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from hetmesh.data.conversations import SETTINGS_FILES
+from hetmesh.data.metadata_index import content_hash, file_states
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
-from hetmesh.files import read_object
+from hetmesh.files import from_json, read_object, to_json, write_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
@@ -24,11 +26,8 @@ TIMEOUT_S = 7200
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables by which a launcher tells a worker its rank: the process is no worker."""
 
-FORM = (
-    *("processor_config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-"""Files from which the samples of conversations are made."""
+_JUDGED = ("attention", "data", "models", "parallel", "verify")
+"""Rooms whose code the result depends on."""
 
 
 def compare_in_process(recipe: Recipe) -> list[str]:
@@ -57,8 +56,8 @@ def compare(resolved: ResolvedRecipe) -> list[str]:
 
     data = check_processor(resolved)
     difference = self_check(resolved.recipe)
-    record(resolved.recipe, difference)
-    return [f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}", *data]
+    found = f"weights: logits differ from transformers' own by at most {difference:.1e}, {NOT_COMPARED}"
+    return [f"{found} ({record(resolved.recipe, difference)})", *data]
 
 
 def needs_self_check(recipe: Recipe) -> bool:
@@ -66,55 +65,69 @@ def needs_self_check(recipe: Recipe) -> bool:
     return directory_of(recipe) is not None and recorded(recipe) is None
 
 
-def record_file(recipe: Recipe) -> Path:
-    """The file of results."""
-    return Path(f"{recipe.job.dump_folder.rstrip('/')}.self_check.json")
-
-
 def recorded(recipe: Recipe) -> float | None:
     """The largest difference that was found for the recipe's modules and the files that its directory has now; None if
     they were not compared."""
-    entry = read_object(record_file(recipe)).get(_key(recipe))
-    if not isinstance(entry, dict) or entry.get("of") != _compared(recipe):
-        return None
-    difference = entry.get("max_difference")
-    return difference if isinstance(difference, float) else None
+    of = _compared(recipe)
+    entries = (read_object(file) for file in record_files(recipe, of))
+    found = next((entry.get("max_difference") for entry in entries if entry.get("of") == of), None)
+    return found if isinstance(found, float) else None
 
 
-def record(recipe: Recipe, difference: float) -> None:
-    """Add a result to the file. Raises OutputError: the file cannot be written."""
-    file = record_file(recipe)
-    results = read_object(file) | {_key(recipe): {"max_difference": difference, "of": _compared(recipe)}}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{file}: the result of the self-check cannot be kept: {error}") from error
+def record(recipe: Recipe, difference: float) -> Path:
+    """Keep a result. Returns the file. Raises OutputError: it can be kept in no place."""
+    of = _compared(recipe)
+    for file in record_files(recipe, of):
+        try:
+            with writing(file.parent):
+                file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"max_difference": difference, "of": of}, indent=1)
+            return file
+        except OutputError as error:
+            problem = error
+    raise OutputError(f"the result of the self-check cannot be kept: {problem}") from problem
 
 
-def _key(recipe: Recipe) -> str:
-    pretrained = directory_of(recipe)
-    return "" if pretrained is None else str(pretrained.path.resolve())
+def record_files(recipe: Recipe, of: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Where the result for what was compared, `of`, is kept: in the user's cache, so that other runs find it; where
+    that cannot be written, beside the dump folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = f"hetmesh/self_check/{hashlib.sha256(to_json(of).encode()).hexdigest()[:32]}.json"
+    return Path(os.path.expanduser(cache), name), Path(f"{recipe.job.dump_folder.rstrip('/')}.self_check.json")
 
 
 def _compared(recipe: Recipe) -> dict[str, Any]:
-    """What the result depends on."""
-    import transformers
-
+    """What the result depends on, as JSON gives it back."""
     pretrained = directory_of(recipe)
-    files = [] if pretrained is None else [pretrained.path / "config.json", *pretrained.files]
-    if pretrained is not None:  # from which the samples of the data are made
-        files += sorted(file for file in pretrained.path.iterdir() if file.name in FORM)
+    data = recipe.data.mixture or (recipe.data,)
+    named = [os.path.expanduser(value) for each in data for value in each.options.values() if isinstance(value, str)]
+    named += [str(pretrained.path)] if pretrained else []
+    places = [Path(folder).resolve() for folder in named if os.path.isdir(folder)]
+    files = [pretrained.path / "config.json", *pretrained.files] if pretrained else []
+    files += [file for place in places for name in SETTINGS_FILES if (file := place / name).is_file()]
     modules = {name: module.model_dump(mode="json", by_alias=True) for name, module in recipe.modules.items()}
     keys = ("model", "config", "media", "attention_mask", "lora")
-    return {
-        "files": {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in files},
+    code = [file for room in _JUDGED for file in sorted((Path(__file__).parents[1] / room).rglob("*.py"))]
+    made = {
+        "folders": [*map(str, places)],
+        "files": file_states(files),
         "modules": {name: {key: table[key] for key in keys} for name, table in modules.items()},
         "boundaries": [[b.source, b.destination, b.at] for b in recipe.boundaries],
         "packed": recipe.training.pack_samples,
-        "data": [[data.source, data.options] for data in recipe.data.mixture or (recipe.data,)],
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "data": [[each.source, each.options] for each in data],
+        "paths": [os.path.abspath(os.path.expanduser(str(each.options.get("path", "/")))) for each in data],
+        "versions": {name: _version(name) for name in ("torch", "transformers", "torchvision", "av")},
+        "code": content_hash(code),
     }
+    again: dict[str, Any] = from_json(to_json(made))
+    return again
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def _main() -> int:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
@@ -375,10 +374,8 @@ def _loaded(path: Path, key: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads, from the first list of texts on, forbid forks
     try:
         own = hf("AutoProcessor").from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a broken directory, or a missing library, leads to
-        missing = "" if find_spec("torchvision") else "; torchvision is not installed: pip install 'hetmesh[media]'"
-        text = f"{key}: transformers cannot load its processor: {shorten(str(error), 500)}{missing}"
-        raise RecipeError(text) from error
+    except Exception as error:  # whatever a broken directory leads to
+        raise RecipeError(f"{key}: transformers cannot load its processor: {shorten(str(error), 500)}") from error
     if not isinstance(own, hf("ProcessorMixin")) or getattr(own, "tokenizer", None) is None:
         raise RecipeError(
             f"{key}: transformers finds no processor of texts and media in it but {type(own).__name__}; it takes "

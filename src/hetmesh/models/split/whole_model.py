@@ -291,7 +291,10 @@ def _whole_model(path: Path, stamp: int, key: str) -> WholeModel:
     pretrained = Pretrained(path, key)
     inside = family_of(str(pretrained.config.get("model_type"))).inside
     name = class_of(pretrained.config)
-    found: Any = getattr(transformers, name, None)
+    try:
+        found: Any = getattr(transformers, name, None)
+    except ImportError as error:  # a torchvision of another torch, say
+        raise RecipeError(f"{pretrained}: transformers cannot import {name}: {error.__cause__ or error}") from error
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     if not is_model:
         given = pretrained.config.get("architectures") or []
