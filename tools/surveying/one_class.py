@@ -22,6 +22,10 @@ FP64 = 1e-10
 NAMES = re.compile("tensors are none of|save_original_format")
 """Refusals of tensors by their names: saved in transformers' own form the model may be taken."""
 
+TOWERS = {"image": "vision", "audio": "audio"}
+FRAMES = 6
+"""Of each clip, where a family takes no clips of unlike lengths together."""
+
 Judge = Callable[[str], dict[str, Any]]
 """(text of a recipe of a tiny model's directory) -> what the row says of its training; may raise HetmeshError."""
 
@@ -57,29 +61,60 @@ def _surveyed(model_type: str, class_name: str, original_form: bool, judge: Judg
             tiny_directory(model_type, class_name, path, original_form)
         except Exception as error:  # whatever transformers makes of a config that it did not write
             return row | {"result": "not_buildable", "reason": _said(error)}
-        row |= _tried(model_type, path, row, judge)
+        row |= _tried(path, row, judge)
         return row | ({"reason": row["reason"].replace(f"{path}", "DIR")[:500]} if "reason" in row else {})
 
 
-def _tried(model_type: str, path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
-    from hetmesh.models.split.whole_model import TOWERS, whole_model
+def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
+    """Where processor and tower read clips, with these, too; without them as far as those do not pass."""
+    from hetmesh.models.split.whole_model import whole_model
     from hetmesh.models.weights.pretrained import Pretrained
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.resolve.resolved import resolve
 
-    text = _recipe(path)
     try:
-        recipe = parse_recipe(text)
+        towers = set(parse_recipe(_recipe(path)).modules)
         whole = whole_model(Pretrained(path, "model.hf_path"))
         parts = sorted(set(whole.owners.values()))
         row |= {"split": True, "parts": parts, "mask": whole.family.mask, "positions": whole.positions}
         _ = whole.checkpoint_names
-        towers = {media for media, part in TOWERS.items() if part in recipe.modules}
-        names = write_samples(path.parent / "samples.json", sorted(towers))
-        row |= _samples_left(path, names)
-        if without := towers - {kind for name in row["samples"] for kind in name.split("+")}:
-            return row | {"result": "refused", "reason": f"its processor takes no {sorted(without)}: {row['dropped']}"}
-        resolved = resolve(recipe)
+    except HetmeshError as error:
+        return row | {"result": "refused", "reason": _said(error)}
+    kinds = sorted(media for media, part in TOWERS.items() if part in towers)
+    if _reads_clips(whole, path):
+        for frames in (None, FRAMES):
+            found = _with_samples(path, [*kinds, "video"], frames, judge)
+            if found["result"] in ("passed", "silently_wrong"):
+                return row | found | {"video": found["result"] == "passed"}
+            row["without_video"] = found["reason"].replace(f"{path}", "DIR")[:500]
+            if "processor_options fix them (num_frames" not in found["reason"]:
+                break  # it is not that clips have unlike numbers of frames
+    return row | _with_samples(path, kinds, None, judge)
+
+
+def _reads_clips(whole: Any, path: Path) -> bool:
+    from hetmesh.data.preparation import Preparation
+    from hetmesh.models.split.whole_model import features_of
+
+    if "vision" not in whole.towers or features_of(whole.model, "video") is None:
+        return False
+    try:
+        return "video" in Preparation(path, {}, None, "[data.options]").placeholders
+    except HetmeshError:
+        return False
+
+
+def _with_samples(path: Path, kinds: list[str], frames: int | None, judge: Judge) -> dict[str, Any]:
+    from hetmesh.recipe.recipe import parse_recipe
+    from hetmesh.resolve.resolved import resolve
+
+    text = _recipe(path) + ('[modules.vision]\nmedia = "image+video"\n' if "video" in kinds else "")
+    row: dict[str, Any] = {}
+    try:
+        row |= _samples_left(path, write_samples(path.parent / "samples.json", kinds, frames))
+        if without := set(kinds) - {kind for name in row["samples"] for kind in name.split("+")}:
+            reason = f"its processor takes no {sorted(without)}: {row.get('dropped')}"
+            return row | {"result": "refused", "reason": reason}
+        resolved = resolve(parse_recipe(text))
         row["abilities"] = {
             key: abilities.because(key) if not getattr(abilities, key) else True
             for abilities in (resolved.adapters["llm"].abilities,)

@@ -36,7 +36,8 @@ from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.split.from_sizes import FromSizes
-from hetmesh.models.split.processor import PARTS, SECONDS, Clip, Made, Processor, Unit, processor_at
+from hetmesh.models.split.made import Made, Unit
+from hetmesh.models.split.processor import PARTS, SECONDS, Clip, Processor, processor_at
 from hetmesh.models.split.rope_index import PICOSECONDS
 
 Media = Sequence[tuple[str, Blob]]

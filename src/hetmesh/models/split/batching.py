@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.split.processor import EXAMPLES, PROCESSOR_FILES, Clip, Processor, Unit, as_tensor, processor_at
+from hetmesh.models.split.made import Unit
+from hetmesh.models.split.processor import EXAMPLES, PROCESSOR_FILES, Clip, Processor, as_tensor, processor_at
 from hetmesh.models.split.whole_model import WholeModel
 
 

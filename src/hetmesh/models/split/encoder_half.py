@@ -131,7 +131,18 @@ class HfEncoderAdapter(PartAdapter):
         )
 
     def build(self) -> nn.Module:
-        module = super().build()
+        module: Any = self.whole.build()
+        embedding = module.get_submodule(self.whole.embedding) if self.whole.has_llm else nn.Module()
+        without_weights = [(n, p) for n, p in embedding.named_children() if not any(True for _ in p.parameters())]
+        module = self.whole.keep_part(module, self.part, self.owners)
+        if without_weights:  # which towers of some call for their own rows (Muse Spark)
+            holder = module
+            for name in self.whole.embedding.split("."):
+                if name not in holder._modules:
+                    holder.add_module(name, nn.Module())
+                holder = holder.get_submodule(name)
+            for name, part in without_weights:
+                holder.add_module(name, part)
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
             setattr(module.get_submodule(parent), child, nn.Identity())
@@ -371,4 +382,7 @@ def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:
         return {"": out}
     features = getattr(out, "deepstack_features", None) or ()
     named = {f"{FEATURE}{i}": joined_rows(feature) for i, feature in enumerate(features)}
-    return {"": joined_rows(out.pooler_output if rows is None else rows)} | named
+    rows = out.pooler_output if rows is None else rows
+    if (inside := getattr(out, "attention_mask", None)) is not None and getattr(rows, "ndim", 0) == inside.ndim + 1:
+        rows = rows[inside.bool()]  # the others are of padding, which its forward leaves out
+    return {"": joined_rows(rows)} | named

@@ -165,6 +165,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
+        if self._embeds_in_layers:
+            found |= dict.fromkeys(("activation", "token_sharded", "use_packed"), "its layers embed all tokens, too")
         return found
 
     @property
@@ -257,9 +259,22 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        if "deepstack_visual_embeds" not in self._forward_names:
-            return {}
-        return deepstack_arguments(self, model, hidden, batch, inputs)
+        found = dict[str, Any]()
+        if self._embeds_in_layers:
+            ids = batch["input_ids"].clone()
+            for at in self.sources.values():
+                ids.view(-1)[batch[f"positions.{at}"]] = self.config.pad_token_id  # as transformers has it
+            ids = ids if ids.numel() else ids.new_zeros(1, 1)  # as `forward` has it
+            found["per_layer_inputs"] = self.decoder_of(model).get_per_layer_inputs(ids)
+        if "deepstack_visual_embeds" in self._forward_names:
+            found |= deepstack_arguments(self, model, hidden, batch, inputs)
+        return found
+
+    @property
+    def _embeds_in_layers(self) -> bool:
+        """Whether each layer embeds the tokens once more (Gemma 4)."""
+        known = "per_layer_inputs" in self._forward_names
+        return known and bool(getattr(self.config, "hidden_size_per_layer_input", 0))
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""

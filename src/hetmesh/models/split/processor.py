@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from torch import Tensor
 from hetmesh.errors import RecipeError
 from hetmesh.files import read_object
 from hetmesh.models.config_keys import hf
+from hetmesh.models.split.made import Made, PlaceOfItem, place_of, places_between
 from hetmesh.recipe.hf_families import part_of
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
@@ -42,53 +44,10 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
 
-Size = tuple[int, ...]
-"""`(height, width)` of an image, `(frames, height, width)` of a video, `(samples,)` of a recording."""
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of which a directory with a processor has one."""
 
 T = TypeVar("T")
-
-Unit = Mapping[str, Tensor]
-"""The tensors of a sample's media of one kind, by the names that the model's own method takes them by."""
-
-
-@dataclass(frozen=True)
-class PlaceOfItem:
-    """Where an item stands: its kind, and characters `[start, stop)` of the text before and after it was expanded."""
-
-    kind: str
-    before: tuple[int, int]
-    after: tuple[int, int]
-
-
-def place_of(replaced: Mapping[str, Any]) -> PlaceOfItem:
-    """The same as `get_text_with_replacements` says it."""
-    return PlaceOfItem(replaced["type"], tuple(replaced["span"]), tuple(replaced["new_span"]))
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """What a processor made of one text and its media.
-
-    Attributes:
-        given, expanded: the text that it expanded (the caller's, perhaps with a BOS before it), and what it became.
-        ids: token ids.
-        offsets: characters `[start, stop)` of the expanded text that each token stands for; `(0, 0)` for one that
-            stands for none.
-        places: of the items, in order.
-        units: tensors by kind of media.
-        answer: which tokens are the suffix; empty without one.
-    """
-
-    given: str
-    expanded: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    places: list[PlaceOfItem]
-    units: Mapping[str, Unit]
-    answer: list[bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +87,8 @@ class Processor:
         )
         self.suffix = "suffix" in inspect.signature(type(self.own).__call__).parameters
         self._check_options()
-        self._text, self._expanded, self._places, self._offsets = "", "", list[PlaceOfItem](), list[tuple[int, int]]()
+        self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
+        self._places: list[PlaceOfItem] | None = None
         self._encoded: list[int] = []
         self.text_arguments: dict[str, Any] = {}
         self.media_arguments: dict[str, dict[str, Any]] = {}
@@ -208,7 +168,7 @@ class Processor:
         if answer is not None:
             options["suffix"] = answer
         keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
-        self._text, self._places, self._offsets = text, [], []
+        self._text, self._places, self._offsets = text, None, []
         out = self.own(text=[text], return_tensors="pt", **options)
         ids = _listed(out["input_ids"][0])
         before = len(ids) - len(self._encoded)
@@ -218,7 +178,11 @@ class Processor:
         types = out.get("token_type_ids") if answer is not None else None
         said = [bool(each) for each in types[0]] if types is not None else []
         units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
-        return Made(self._text, self._expanded, ids, offsets, list(self._places), units, said)
+        places = self._places
+        if places is None:
+            written = {self.written(kind): kind for kind in self.kinds}
+            places = places_between(text, self._expanded, written)
+        return Made(self._text, self._expanded, ids, offsets, places, units, said)
 
     def without_bos(self, text: str) -> dict[str, Any]:
         """The option that a text needs which begins with a BOS, as in `apply_chat_template`."""
@@ -234,9 +198,22 @@ class Processor:
             elif kind == "video":
                 found |= {"videos": [[clip.frames for clip in items] for items in samples], "do_sample_frames": False}
                 found["video_metadata"] = [[clip.metadata for clip in items] for items in samples]
+            elif self.nested:
+                found["images"] = [list(items) for items in samples]
             else:
-                found[ARGUMENTS[kind]] = [list(items) for items in samples]
+                found["images"] = [item for items in samples for item in items]
         return found
+
+    @cached_property
+    def nested(self) -> bool:
+        """Whether it takes images as a list for each text; else as one list for all."""
+        image = self.blank("image", EXAMPLES["image"][0])
+        given = {"text": [self.written("image")], "return_tensors": "pt", **self.options}
+        for images, nested in (([[image]], True), ([image], False)):
+            with suppress(Exception):  # whatever a processor raises
+                self.own(images=images, **given)
+                return nested
+        return True
 
     @property
     def sampling_rate(self) -> int:

@@ -16,7 +16,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.audio_calls import features_of_padded
 from hetmesh.models.split.batching import Batching, batching_of
-from hetmesh.models.split.processor import Unit
+from hetmesh.models.split.made import Unit
 from hetmesh.models.split.whole_model import WholeModel, features_of
 
 MADE, TAKE = "made", "take"

@@ -173,6 +173,10 @@ NOT_THOSE = "its tensors are not those of the module"
 _ITEM = ".*."
 """In a pattern: the star stands for the number of an item."""
 _SHOWN = 8  # names in a message
+_NOT_DONE = (
+    "{where}: transformers computes {name} from {stored} by {how}, which hetmesh does not do; save it with "
+    "save_pretrained(..., save_original_format=False) first"
+)
 
 
 @dataclass(frozen=True)
@@ -266,10 +270,8 @@ def _check_understood(target: _Target, name: str) -> None:
         dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
         known = type(operation).__name__ in STEPS and min(dims) >= 0
         if not known or getattr(operation, "num_shards_attribute", None) is not None:
-            raise RecipeError(
-                f"{target.where}: transformers computes {target.name} from {name} by {operation!r}, which hetmesh does "
-                "not do; save it with save_pretrained(..., save_original_format=False) first"
-            )
+            how = repr(operation)
+            raise RecipeError(_NOT_DONE.format(where=target.where, name=target.name, stored=name, how=how))
 
 
 def _check_lists(
@@ -355,10 +357,18 @@ def _transpose(target: _Target, operation: Any, lists: Lists) -> Lists:
     return [[exchanged(form, operation.dim0, operation.dim1)]]
 
 
+def _unpadded(target: _Target, operation: Any, lists: Lists) -> Lists:
+    ((form,),) = lists
+    if target.shape is not None and form.shape != target.shape:  # what it would be padded with again is not kept
+        raise RecipeError(_NOT_DONE.format(where=target.where, name=target.name, stored=form.names[0], how=operation))
+    return lists
+
+
 STEPS: Mapping[str, Callable[[_Target, Any, Lists], Lists]] = {
     "MergeModulelist": lambda _, operation, lists: [[stacked(forms, operation.dim)] for forms in lists],
     "Concatenate": lambda _, operation, lists: [[joined([form for forms in lists for form in forms], operation.dim)]],
     "Chunk": _chunk,
     "Transpose": _transpose,
+    "Inkling2UnpadVocab": _unpadded,
 }
 """The supported operations of transformers, by the name of their class."""
