@@ -332,7 +332,8 @@ FAMILIES: Mapping[str, Family] = {
         further=("<imgpad>",),
     ),
     "aria": Family(
-        config={"vision_config.patch_size": 14, "vision_config.image_size": 980, "vision_config.num_hidden_layers": 2}
+        config={"vision_config.patch_size": 14, "vision_config.image_size": 980, "vision_config.num_hidden_layers": 2},
+        image={"max_image_size": 490},
     ),
     "phi4_multimodal": Family(
         config={

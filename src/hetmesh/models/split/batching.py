@@ -86,11 +86,17 @@ class Batching:
     Attributes:
         blank: the tensors of a small item, for a batch without items.
         blank_rows: rows that it makes.
+        lists: names whose tensors the model takes as lists of numbers.
     """
 
     rules: Mapping[str, BatchRule]
     blank: Unit
     blank_rows: int
+    lists: frozenset[str] = frozenset()
+
+    def as_taken(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with lists of numbers where the model takes these."""
+        return {key: value.tolist() if key in self.lists else value for key, value in tensors.items()}
 
     def collate(self, units: Sequence[Unit]) -> dict[str, Any]:
         """At least one sample's tensors -> those of all."""
@@ -145,7 +151,8 @@ def measure(processor: Processor, kind: str) -> Batching:
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
     small = processor(processor.written(kind), {kind: items[:1]})
-    return Batching(rules, small.units[kind], small.ids.count(processor.row_tokens[kind]))
+    rows = small.ids.count(processor.row_tokens[kind])
+    return Batching(rules, small.units[kind], rows, frozenset(processor.lists & rules.keys()))
 
 
 def _pair(

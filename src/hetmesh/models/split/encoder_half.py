@@ -381,8 +381,11 @@ def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:
     if isinstance(out, Tensor):
         return {"": out}
     features = getattr(out, "deepstack_features", None) or ()
-    named = {f"{FEATURE}{i}": joined_rows(feature) for i, feature in enumerate(features)}
+    of_layers = [each if isinstance(each[0], int) else (i, each) for i, each in enumerate(features)]
+    named = {f"{FEATURE}{layer}": joined_rows(feature) for layer, feature in of_layers}
     rows = out.pooler_output if rows is None else rows
+    if rows is None and named:  # it is these alone that its LLM adds, to zeros
+        rows = 0 * next(iter(named.values()))
     if (inside := getattr(out, "attention_mask", None)) is not None and getattr(rows, "ndim", 0) == inside.ndim + 1:
         rows = rows[inside.bool()]  # the others are of padding, which its forward leaves out
     return {"": joined_rows(rows)} | named

@@ -20,7 +20,7 @@ from hetmesh.layout.hashing import memoized
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
@@ -74,7 +74,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     @property
     def abilities(self) -> Abilities:
         config, reasons = self.config, self.reasons
-        takes_features = "deepstack_visual_embeds" in self._forward_names
+        takes_features = bool(DEEPSTACK & self._forward_names)
         positions = self.whole.positions == "rope_index"
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
@@ -266,7 +266,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                 ids.view(-1)[batch[f"positions.{at}"]] = self.config.pad_token_id  # as transformers has it
             ids = ids if ids.numel() else ids.new_zeros(1, 1)  # as `forward` has it
             found["per_layer_inputs"] = self.decoder_of(model).get_per_layer_inputs(ids)
-        if "deepstack_visual_embeds" in self._forward_names:
+        if DEEPSTACK & self._forward_names:
             found |= deepstack_arguments(self, model, hidden, batch, inputs)
         return found
 

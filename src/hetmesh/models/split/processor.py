@@ -72,6 +72,7 @@ class Processor:
     Attributes:
         own: transformers' processor. Not for changing.
         kinds: of media that it prepares.
+        lists: names of what it makes of media in lists of numbers, in which the model wants it; known with `keys`.
         suffix: whether it takes the answer apart from the question (PaliGemma), one of each.
         text_arguments: what it last called its tokenizer with, without the text.
         media_arguments: by kind, what it last called its method of `METHODS` with, without the media.
@@ -89,6 +90,7 @@ class Processor:
         self._check_options()
         self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
         self._places: list[PlaceOfItem] | None = None
+        self.lists = set[str]()
         self._encoded: list[int] = []
         self.text_arguments: dict[str, Any] = {}
         self.media_arguments: dict[str, dict[str, Any]] = {}
@@ -250,7 +252,9 @@ class Processor:
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
             out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
-            return tuple(sorted(set(out) - _TEXT_KEYS))
+            names = set(out) - _TEXT_KEYS
+            self.lists |= {name for name in names if isinstance(out[name], list) and _is_of_numbers(out[name])}
+            return tuple(sorted(names))
 
         return _ByKind(self, found)
 
@@ -310,6 +314,10 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
 _TEXT_KEYS = frozenset(
     ["input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"]
 )
+
+
+def _is_of_numbers(values: list[Any]) -> bool:
+    return all(_is_of_numbers(value) if isinstance(value, list) else isinstance(value, int) for value in values)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -35,8 +35,10 @@ def whole_logits(
     parameters = inspect.signature(model.forward).parameters
     dtype = next(p.dtype for p in model.parameters())
     arguments: dict[str, Any] = {}
-    for unit in sample.units.values():  # of one sample: what the processor made, as it is
-        arguments |= {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
+    batchings = {k: b for encoder in encoders.values() if encoder.units for k, b in encoder.units.batchings.items()}
+    for kind, unit in sample.units.items():  # of one sample: what the processor made, as it is
+        made = {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
+        arguments |= batchings[kind].as_taken(made)
     for kind, encoder in encoders.items():
         items = sample.media.get(kind, ())
         if not items:
