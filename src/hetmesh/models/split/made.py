@@ -30,7 +30,8 @@ def place_of(replaced: Mapping[str, Any]) -> PlaceOfItem:
 def places_between(text: str, expanded: str, written: Mapping[str, str]) -> list[PlaceOfItem]:
     """Where items are of a processor that expands a text in its own way: between what lies around them. `written`: kind
     by what stands for an item. Raises ValueError: the processor changes more of the text."""
-    items = [*re.finditer("|".join(map(re.escape, written)), text)]
+    if not (items := [*re.finditer("|".join(map(re.escape, written)), text)]):
+        return []
     starts, ends = [0, *(item.end() for item in items)], [*(item.start() for item in items), len(text)]
     around = [re.escape(text[start:end]) for start, end in zip(starts, ends, strict=True)]
     if (found := re.fullmatch("(.*?)".join(around), expanded, re.DOTALL)) is None:

@@ -180,10 +180,8 @@ class Processor:
         types = out.get("token_type_ids") if answer is not None else None
         said = [bool(each) for each in types[0]] if types is not None else []
         units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
-        places = self._places
-        if places is None:
-            written = {self.written(kind): kind for kind in self.kinds}
-            places = places_between(text, self._expanded, written)
+        if (places := self._places) is None:
+            places = places_between(text, self._expanded, {self.written(kind): kind for kind in self.kinds})
         return Made(self._text, self._expanded, ids, offsets, places, units, said)
 
     def without_bos(self, text: str) -> dict[str, Any]:
@@ -253,7 +251,8 @@ class Processor:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
             out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
             names = set(out) - _TEXT_KEYS
-            self.lists |= {name for name in names if isinstance(out[name], list) and _is_of_numbers(out[name])}
+            lists = {name: out[name] for name in names if isinstance(out[name], list)}
+            self.lists |= {name for name, value in lists.items() if not any(isinstance(v, Tensor) for v in value)}
             return tuple(sorted(names))
 
         return _ByKind(self, found)
@@ -316,10 +315,6 @@ _TEXT_KEYS = frozenset(
 )
 
 
-def _is_of_numbers(values: list[Any]) -> bool:
-    return all(_is_of_numbers(value) if isinstance(value, list) else isinstance(value, int) for value in values)
-
-
 def _listed(values: Any) -> list[Any]:
     return values.numpy().tolist() if isinstance(values, Tensor) else list(values)
 
@@ -347,12 +342,16 @@ def as_tensor(value: Any) -> Tensor:
 def processor_at(path: Path, key: str, options: Mapping[str, Any] = MappingProxyType({})) -> Processor:
     """The processor of a directory; made once. Raises RecipeError: transformers cannot load one, or it does not know an
     option. `key`: of the recipe, for errors."""
-    stamps = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.json")))
-    return _processor_at(path.resolve(), key, stamps, json.dumps(dict(options), sort_keys=True))
+    return _processor_at(path.resolve(), key, stamps(path), json.dumps(dict(options), sort_keys=True))
+
+
+def stamps(path: Path) -> tuple[tuple[str, int], ...]:
+    """When each JSON file of a directory was changed."""
+    return tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.json")))
 
 
 @lru_cache(maxsize=8)
-def _processor_at(path: Path, key: str, stamps: Any, options: str) -> Processor:
+def _processor_at(path: Path, key: str, _: object, options: str) -> Processor:
     return Processor(path, key, json.loads(options))
 
 

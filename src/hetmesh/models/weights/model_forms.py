@@ -173,10 +173,6 @@ NOT_THOSE = "its tensors are not those of the module"
 _ITEM = ".*."
 """In a pattern: the star stands for the number of an item."""
 _SHOWN = 8  # names in a message
-_NOT_DONE = (
-    "{where}: transformers computes {name} from {stored} by {how}, which hetmesh does not do; save it with "
-    "save_pretrained(..., save_original_format=False) first"
-)
 
 
 @dataclass(frozen=True)
@@ -270,8 +266,14 @@ def _check_understood(target: _Target, name: str) -> None:
         dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
         known = type(operation).__name__ in STEPS and min(dims) >= 0
         if not known or getattr(operation, "num_shards_attribute", None) is not None:
-            how = repr(operation)
-            raise RecipeError(_NOT_DONE.format(where=target.where, name=target.name, stored=name, how=how))
+            raise _not_done(target, name, operation)
+
+
+def _not_done(target: _Target, name: str, operation: Any) -> RecipeError:
+    return RecipeError(
+        f"{target.where}: transformers computes {target.name} from {name} by {operation!r}, which hetmesh does not do; "
+        "save it with save_pretrained(..., save_original_format=False) first"
+    )
 
 
 def _check_lists(
@@ -360,7 +362,7 @@ def _transpose(target: _Target, operation: Any, lists: Lists) -> Lists:
 def _unpadded(target: _Target, operation: Any, lists: Lists) -> Lists:
     ((form,),) = lists
     if target.shape is not None and form.shape != target.shape:  # what it would be padded with again is not kept
-        raise RecipeError(_NOT_DONE.format(where=target.where, name=target.name, stored=form.names[0], how=operation))
+        raise _not_done(target, form.names[0], operation)
     return lists
 
 
