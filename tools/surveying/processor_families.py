@@ -314,7 +314,7 @@ FAMILIES: Mapping[str, Family] = {
                 "use_post_transformer_norm": False,
             },
         },
-        image={"tile_size": 64, "size": {"height": 64, "width": 64}},
+        image={"tile_size": 64, "size": {"height": 64, "width": 64}, "vision_input_type": "vanilla"},
         video={"size": {"height": 64, "width": 64}},
         processor=lambda config: {"patch_size": 16, "pooling_ratio": config.projector_pooling_ratio},
     ),

@@ -125,6 +125,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                 given = decoder.double()(inputs_embeds=tokens, position_ids=at, use_cache=False).last_hidden_state
         except Exception:  # parameters without memory outside of layers and norm, and whatever else
             return None
+        if given.shape != tokens.shape:  # of several streams
+            return None
         scale = float((given * tokens).sum() / (tokens * tokens).sum())
         close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
         return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None

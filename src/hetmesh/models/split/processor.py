@@ -198,6 +198,7 @@ class Processor:
             elif kind == "video":
                 found |= {"videos": [[clip.frames for clip in items] for items in samples], "do_sample_frames": False}
                 found["video_metadata"] = [[clip.metadata for clip in items] for items in samples]
+                found["return_metadata"] = True  # without which some do not write when frames are
             elif self.nested:
                 found["images"] = [list(items) for items in samples]
             else:
@@ -311,7 +312,15 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
 """Sizes of a small item, of a larger one, and of one more."""
 
 _TEXT_KEYS = frozenset(
-    ["input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"]
+    [
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "labels",
+        "text_replacement_offsets",
+        "video_metadata",
+    ]
 )
 
 
