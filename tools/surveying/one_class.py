@@ -185,8 +185,9 @@ def _trained(text: str) -> dict[str, Any]:
     recipe = parse_recipe(text)
     apart, count = parse_recipe(text + _apart(recipe)), len(recipe.modules)
     for rate in RATES:
+        ranks = run_on_ranks(apart, STEPS, count, rate)  # forked before this process computes backwards
         truth = whole_reference(recipe, STEPS, rate, processed=True)
-        runs = [parity.reference(recipe, STEPS, rate)], run_on_ranks(apart, STEPS, count, rate)
+        runs = [parity.reference(recipe, STEPS, rate)], ranks
         try:
             errors = [parity.compare(truth, outcomes, FP64) for outcomes in runs]
         except parity.ParityError as wrong:
