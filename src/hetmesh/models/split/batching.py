@@ -161,7 +161,8 @@ def _pair(
     """What the processor makes of two samples at once, and of each."""
     texts = [processor.written(kind) * len(each) for each in samples]
     one, other = (processor(t, {kind: each}).units[kind] for t, each in zip(texts, samples, strict=True))
-    given = {"text": texts, "padding": True, **processor.options, **processor.arguments({kind: samples})}
+    given = {"text": texts, "text_kwargs": {"padding": True}}  # and not recordings to the longest of a batch
+    given |= {**processor.options, **processor.arguments({kind: samples})}
     try:
         both = processor.own(return_tensors="pt", **given)
     except ValueError:  # of some, one tensor cannot be made
