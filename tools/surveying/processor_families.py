@@ -349,6 +349,7 @@ FAMILIES: Mapping[str, Family] = {
     "fun_asr_nano": _only("its feature extractor needs torchaudio"),
     "voxtral": _only("its tokenizer is mistral-common's, which has no tiny form"),
     "voxtral_realtime": _only("its tokenizer is mistral-common's, which has no tiny form"),
+    "omniasr": Family(config={"audio_config.num_hidden_layers": 8}),  # more than it has convolutions before them
     "nemo_speechlm": Family(
         config={"text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
         audio={"feature_size": 128},

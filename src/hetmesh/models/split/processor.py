@@ -86,7 +86,10 @@ class Processor:
             for kind in ARGUMENTS
             if getattr(self.own, PARTS[kind], None) is not None and getattr(self.own, f"{kind}_token", None)
         )
-        self.suffix = "suffix" in inspect.signature(type(self.own).__call__).parameters
+        taken = inspect.signature(type(self.own).__call__).parameters
+        self.suffix = "suffix" in taken
+        must = {name for name, parameter in taken.items() if parameter.default is parameter.empty}
+        self._absent: dict[str, Any] = dict.fromkeys(must & set(ARGUMENTS.values()))  # as `apply_chat_template` does it
         self._check_options()
         self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
         self._places: list[PlaceOfItem] | None = None
@@ -166,7 +169,7 @@ class Processor:
         given = {kind: [items] for kind, items in media.items() if items}
         for kind, sizes in blanks.items():
             given[kind] = [[size if isinstance(size, Clip) else self.blank(kind, size) for size in sizes]]
-        options |= self.arguments(given)
+        options |= self._absent | self.arguments(given)
         if answer is not None:
             options["suffix"] = answer
         keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
