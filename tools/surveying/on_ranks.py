@@ -7,6 +7,7 @@ import os
 import pickle
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,34 @@ def run_on_ranks(recipe: Any, steps: int, size: int, lr: float) -> list[Any]:
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def in_a_fork(function: Callable[[], Any]) -> Any:
+    """What it gives in a process that is forked from this one, which then has not computed backwards itself and can be
+    forked again. Raises RuntimeError: it fails; with what it said."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def call() -> None:
+        try:
+            answer = (True, function())
+        except BaseException as error:
+            answer = (False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        theirs.send(answer)
+        os._exit(0)
+
+    process = context.Process(target=call)
+    process.start()
+    theirs.close()
+    try:
+        done, value = ours.recv()
+    except EOFError:
+        done, value = False, "the process died"
+    finally:
+        process.join()
+    if not done:
+        raise RuntimeError(value)
+    return value
 
 
 def _rank(rank: int, size: int, recipe: Any, steps: int, lr: float, store: Path, pipe: Any) -> None:
