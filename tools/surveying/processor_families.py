@@ -100,7 +100,11 @@ GOT_OCR = Family(
     },
 )
 MUSE = Family(
-    config=lambda config: {"out_hidden_size": config.vision_config.hidden_size * config.vision_config.merge_size**2},
+    config=lambda config: {
+        "out_hidden_size": config.vision_config.hidden_size * config.vision_config.merge_size**2,
+        "projector_hidden_size": 256,
+        **({"audio_config.hidden_sizes": [32, 64, 64, 128]} if hasattr(config, "audio_config") else {}),
+    },
     call={"return_metadata": True},
 )
 MINICPM = Family(
