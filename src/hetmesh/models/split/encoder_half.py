@@ -132,17 +132,14 @@ class HfEncoderAdapter(PartAdapter):
 
     def build(self) -> nn.Module:
         module: Any = self.whole.build()
-        embedding = module.get_submodule(self.whole.embedding) if self.whole.has_llm else nn.Module()
-        without_weights = [(n, p) for n, p in embedding.named_children() if not any(True for _ in p.parameters())]
+        children = module.get_submodule(self.whole.embedding).named_children() if self.whole.has_llm else ()
+        bare = {name: part for name, part in children if not any(True for _ in part.parameters())}
         module = self.whole.keep_part(module, self.part, self.owners)
-        if without_weights:  # which towers of some call for their own rows (Muse Spark)
+        if bare:  # an embedding's own norm, which some towers apply to their rows, too (Muse Spark)
             holder = module
             for name in self.whole.embedding.split("."):
-                if name not in holder._modules:
-                    holder.add_module(name, nn.Module())
-                holder = holder.get_submodule(name)
-            for name, part in without_weights:
-                holder.add_module(name, part)
+                holder = holder._modules.setdefault(name, nn.Module())
+            holder._modules |= bare
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
             setattr(module.get_submodule(parent), child, nn.Identity())

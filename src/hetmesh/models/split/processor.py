@@ -88,8 +88,7 @@ class Processor:
         )
         taken = inspect.signature(type(self.own).__call__).parameters
         self.suffix = "suffix" in taken
-        must = {name for name, parameter in taken.items() if parameter.default is parameter.empty}
-        self._absent: dict[str, Any] = dict.fromkeys(must & set(ARGUMENTS.values()))  # as `apply_chat_template` does it
+        self._absent: dict[str, Any] = dict.fromkeys(taken.keys() & set(ARGUMENTS.values()))  # some have no default
         self._check_options()
         self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
         self._places: list[PlaceOfItem] | None = None
@@ -255,8 +254,8 @@ class Processor:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
             out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
             names = set(out) - _TEXT_KEYS
-            lists = {name: out[name] for name in names if isinstance(out[name], list)}
-            self.lists |= {name for name, value in lists.items() if not any(isinstance(v, Tensor) for v in value)}
+            lists = [name for name in names if isinstance(out[name], list)]
+            self.lists |= {name for name in lists if not any(isinstance(value, Tensor) for value in out[name])}
             return tuple(sorted(names))
 
         return _ByKind(self, found)
@@ -314,17 +313,10 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
 )
 """Sizes of a small item, of a larger one, and of one more."""
 
-_TEXT_KEYS = frozenset(
-    [
-        "input_ids",
-        "attention_mask",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "labels",
-        "text_replacement_offsets",
-        "video_metadata",
-    ]
-)
+_TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}) | {
+    "text_replacement_offsets",
+    "video_metadata",
+}
 
 
 def _listed(values: Any) -> list[Any]:
