@@ -35,6 +35,7 @@ from hetmesh.data.stores.store import Blob
 from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.from_sizes import FromSizes
 from hetmesh.models.split.made import Made, Unit
 from hetmesh.models.split.processor import PARTS, SECONDS, Clip, Processor, processor_at
@@ -236,6 +237,11 @@ class Preparation:
             raise ValueError(
                 f"it lasts {seconds:.1f} s, more than the {longest:.1f} s of {type(self.processor.own).__name__}"
             )
+
+    @cached_property
+    def untouched(self) -> Any:
+        """The processor as transformers loads it."""
+        return hf("AutoProcessor").from_pretrained(self.processor.path, local_files_only=True)
 
     @cached_property
     def _cuts(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hetmesh.data.stores.store import Blob
 from hetmesh.errors import SampleError, SelfCheckError
 from hetmesh.formatting import counted
 from hetmesh.models.config_keys import hf
-from hetmesh.models.split.processor import Clip, as_tensor, stamps
+from hetmesh.models.split.processor import Clip, as_tensor
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe
 
@@ -69,8 +68,7 @@ def by_transformers(
     take it; SampleError, OSError, ValueError: media cannot be read."""
     turns, tools, media = part.turns(index)
     opened = [_opened(preparation, kind, blob) for kind, blob in media]
-    path = preparation.processor.path
-    own = _loaded(path, stamps(path))
+    own = preparation.untouched
     items = iter(opened)
     messages = [
         {**turn, "content": [_with_item(part_, items) for part_ in turn["content"]]}
@@ -109,11 +107,6 @@ def by_transformers(
         raise SelfCheckError(
             f"sample {part.meta(index).id!r}: transformers' {type(own).__name__} cannot take it: {error}"
         ) from error
-
-
-@lru_cache(maxsize=1)
-def _loaded(path: Path, _: object) -> Any:
-    return hf("AutoProcessor").from_pretrained(path, local_files_only=True)
 
 
 def _opened(preparation: Preparation, kind: str, blob: Blob) -> Any:

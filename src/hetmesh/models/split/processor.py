@@ -346,16 +346,12 @@ def as_tensor(value: Any) -> Tensor:
 def processor_at(path: Path, key: str, options: Mapping[str, Any] = MappingProxyType({})) -> Processor:
     """The processor of a directory; made once. Raises RecipeError: transformers cannot load one, or it does not know an
     option. `key`: of the recipe, for errors."""
-    return _processor_at(path.resolve(), key, stamps(path), json.dumps(dict(options), sort_keys=True))
-
-
-def stamps(path: Path) -> tuple[tuple[str, int], ...]:
-    """When each JSON file of a directory was changed."""
-    return tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.json")))
+    stamps = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(path.glob("*.json")))
+    return _processor_at(path.resolve(), key, stamps, json.dumps(dict(options), sort_keys=True))
 
 
 @lru_cache(maxsize=8)
-def _processor_at(path: Path, key: str, _: object, options: str) -> Processor:
+def _processor_at(path: Path, key: str, stamps: Any, options: str) -> Processor:
     return Processor(path, key, json.loads(options))
 
 

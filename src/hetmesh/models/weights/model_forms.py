@@ -266,14 +266,10 @@ def _check_understood(target: _Target, name: str) -> None:
         dims = [getattr(operation, key, 0) for key in ("dim", "dim0", "dim1")]
         known = type(operation).__name__ in STEPS and min(dims) >= 0
         if not known or getattr(operation, "num_shards_attribute", None) is not None:
-            raise _not_done(target, name, operation)
-
-
-def _not_done(target: _Target, name: str, operation: Any) -> RecipeError:
-    return RecipeError(
-        f"{target.where}: transformers computes {target.name} from {name} by {operation!r}, which hetmesh does not do; "
-        "save it with save_pretrained(..., save_original_format=False) first"
-    )
+            raise RecipeError(
+                f"{target.where}: transformers computes {target.name} from {name} by {operation!r}, which hetmesh does "
+                "not do; save it with save_pretrained(..., save_original_format=False) first"
+            )
 
 
 def _check_lists(
@@ -359,10 +355,9 @@ def _transpose(target: _Target, operation: Any, lists: Lists) -> Lists:
     return [[exchanged(form, operation.dim0, operation.dim1)]]
 
 
-def _unpadded(target: _Target, operation: Any, lists: Lists) -> Lists:
-    ((form,),) = lists
-    if target.shape is not None and form.shape != target.shape:  # what it would be padded with again is not kept
-        raise _not_done(target, form.names[0], operation)
+def _unpadded(target: _Target, _: Any, lists: Lists) -> Lists:
+    if lists[0][0].shape != target.shape:  # the rows that it leaves out would be lost
+        raise ValueError(target.shape)
     return lists
 
 
