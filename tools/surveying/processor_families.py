@@ -96,6 +96,7 @@ GOT_OCR = Family(
     config={
         "vision_config.image_size": 1024,  # its processor makes 256 tokens of an image, whatever the config says
         "vision_config.num_hidden_layers": 2,
+        "vision_config.num_attention_heads": 1,
         "vision_config.global_attn_indexes": [1],
     },
 )
@@ -292,6 +293,7 @@ FAMILIES: Mapping[str, Family] = {
             "text_config.mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
             "vision_config.sam_config.downsample_channels": [512, 512],
             "vision_config.sam_config.num_hidden_layers": 2,
+            "vision_config.sam_config.num_attention_heads": 1,
             "vision_config.sam_config.global_attn_indexes": [1],
         }
     ),
