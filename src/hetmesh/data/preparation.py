@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import io
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -93,8 +94,10 @@ class Preparation:
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
             if fewer and (chat := Chat(folder, fewer, template or default, key)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
-        with one_torch_thread():
-            self.placeholders = {kind: self.processor.row_tokens[kind] for kind in kinds}
+        self.placeholders = dict[str, int]()
+        for kind in kinds:  # one that it cannot make hinders no others: the module that reads it says why
+            with one_torch_thread(), nullcontext() if kind == kinds[0] else suppress(RecipeError):
+                self.placeholders[kind] = self.processor.row_tokens[kind]
         self._rows = frozenset(self.placeholders.values())
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
