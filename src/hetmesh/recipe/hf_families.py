@@ -48,7 +48,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "paligemma": Family(mask="prefix", positions="from_1"),
         "llava_onevision": Family(calls={"image": "any_resolution"}),
         "qwen3_vl_moe": Family(experts=True),
-        "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(
             calls={"image": "patches"},

@@ -54,7 +54,9 @@ def whole_logits(
         arguments |= given
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
     if by_type and not whole.around:
-        arguments["mm_token_type_ids"] = _types(whole, sample, meta)
+        own = processor_at(whole.pretrained.path, str(whole.pretrained)).own if sample.units else None
+        types = own and torch.tensor(own.create_mm_token_type_ids([sample.tokens.tolist()]))
+        arguments["mm_token_type_ids"] = media_tokens(meta) if types is None else types
     if whole.family.mask == "bidirectional_runs" and "token_type_ids" in parameters:
         arguments["token_type_ids"] = media_tokens(meta)
     elif whole.family.mask == "prefix":
@@ -63,11 +65,3 @@ def whole_logits(
     ids = sample.tokens[None]
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **arguments).logits[0]
     return torch.cat([logits[start - 1 : stop - 1] for start, stop in meta.targets])
-
-
-def _types(whole: WholeModel, sample: SampleLike, meta: SampleMeta) -> Tensor:
-    """Types of tokens, `[1, tokens]`, as the directory's processor gives them to the model."""
-    if not sample.units:
-        return media_tokens(meta)
-    own = processor_at(whole.pretrained.path, str(whole.pretrained)).own
-    return torch.tensor(own.create_mm_token_type_ids([sample.tokens.tolist()]))
