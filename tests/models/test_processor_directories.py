@@ -16,6 +16,7 @@ from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.split import processor as processors
 from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, measure, random_item
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.made import places_between
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.units import UnitCalls, taken
@@ -44,8 +45,17 @@ def test_samples_of_several_images_are_padded_though_two_of_alike_tiles_are_join
     assert processor.row_tokens["image"] == processor.own.image_token_id
 
 
-def test_what_is_for_each_token_of_the_llm_is_refused(directory):
+def test_what_is_for_each_token_of_the_llm_is_refused_unless_it_is_made_of_token_ids(directory, monkeypatch):
     path = directory("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration")
+    assert vision(path).units is not None
+    llm = HfLlmAdapter.make(AdapterRequest("llm", model="hf_llm", pretrained=Pretrained(path, "k")))
+    own = processor_at(path, "a directory").own
+    tokens = torch.tensor([own.image_token_id, 200, own.video_token_id])
+    sample, meta = SimpleNamespace(id="s", tokens=tokens), SampleMeta("s", 3, (), ((2, 3),))
+    batch = llm.collate([sample], [meta], placeholders={}, pad_id=200)
+    assert batch["moe_mm_token_type_ids"].tolist() == [[1, 0, 2]]
+    assert {"activation", "token_sharded", "use_packed"} <= llm.reasons.keys()
+    monkeypatch.setattr("hetmesh.models.split.batching.hasattr", lambda *_: False, raising=False)
     with pytest.raises(RecipeError, match="takes moe_mm_token_type_ids of each token, which its processor makes"):
         vision(path)
 

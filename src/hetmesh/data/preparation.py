@@ -308,7 +308,8 @@ def _grid(processor: Processor, unit: Unit, kind: str, number: int) -> tuple[int
     if grids is None:
         return ()
     frames, height, width = grids[number].tolist()
-    grid = frames, height // processor.merge, width // processor.merge
+    merge = int(getattr(processor.own.image_processor, "merge_size", 1) or 1)  # patches along a side of a row
+    grid = frames, height // merge, width // merge
     seconds = next((unit[key] for key in SECONDS if kind == "video" and key in unit), None)
     return grid if seconds is None else (*grid, round(float(seconds[number]) * PICOSECONDS))
 

@@ -122,7 +122,8 @@ def batching_of(whole: WholeModel, media: str) -> tuple[Batching | None, str]:
     except RecipeError as error:
         return None, str(error)
     taken = inspect.signature(whole.model.forward).parameters
-    if per_token := [key for key, t in made.units[media].items() if t.shape == (1, len(made.ids)) and key in taken]:
+    per_token = [key for key, t in made.units[media].items() if t.shape == (1, len(made.ids)) and key in taken]
+    if per_token := [key for key in per_token if not hasattr(processor.own, f"create_{key}")]:  # `HfLlmAdapter._types`
         raise RecipeError(
             f"{whole.pretrained}: {whole.model_class.__name__} takes {', '.join(per_token)} of each token, which its "
             "processor makes and hetmesh does not hand to the LLM"

@@ -23,6 +23,7 @@ from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
@@ -167,8 +168,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
-        if self._embeds_in_layers:
-            found |= dict.fromkeys(("activation", "token_sharded", "use_packed"), "its layers embed all tokens, too")
+        if self._embeds_in_layers or self._types:
+            found |= dict.fromkeys(("activation", "token_sharded", "use_packed"), "its layers read all tokens, too")
         return found
 
     @property
@@ -236,7 +237,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         batch = super().collate(samples, metas, **how)
         if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
-        return batch
+        ids = batch["input_ids"] if batch["input_ids"].numel() else torch.zeros(1, 1, dtype=torch.int64)  # as `forward`
+        return batch | {name: make(ids) for name, make in self._types.items()}
 
     def _check_windows(self, metas: Sequence[SampleMeta]) -> None:
         """Raise SampleError for media items that see themselves whole, but not through a window: transformers lifts it
@@ -261,7 +263,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        found = dict[str, Any]()
+        found: dict[str, Any] = {name: batch[name] for name in self._types}
         if self._embeds_in_layers:
             ids = batch["input_ids"].clone()
             for at in self.sources.values():
@@ -271,6 +273,13 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         if DEEPSTACK & self._forward_names:
             found |= deepstack_arguments(self, model, hidden, batch, inputs)
         return found
+
+    @cached_property
+    def _types(self) -> Mapping[str, Any]:
+        """Arguments of its decoder that say what tokens are (ERNIE 4.5 VL), and what makes them of ids."""
+        names = [name for name in self._forward_names if name.endswith("_type_ids")]
+        own = processor_at(self.whole.pretrained.path, str(self.whole.pretrained)).own if names else None
+        return {name: make for name in names if (make := getattr(own, f"create_{name}", None))}
 
     @property
     def _embeds_in_layers(self) -> bool:

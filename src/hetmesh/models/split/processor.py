@@ -70,7 +70,7 @@ class Processor:
     """Made by `processor_at`.
 
     Attributes:
-        own: transformers' processor. Not for changing.
+        own, tokenizer: transformers' processor and its tokenizer. Not for changing.
         kinds: of media that it prepares.
         lists: names of what it makes of media in lists of numbers, in which the model wants it; known with `keys`.
         suffix: whether it takes the answer apart from the question (PaliGemma), one of each.
@@ -81,6 +81,7 @@ class Processor:
     def __init__(self, path: Path, key: str, options: Mapping[str, Any]) -> None:
         self.path, self.key, self.options = path, key, dict(options)
         self.own = _loaded(path, key)
+        self.tokenizer = self.own.tokenizer
         self.kinds = tuple(
             kind
             for kind in ARGUMENTS
@@ -140,11 +141,6 @@ class Processor:
         self.own.get_text_with_replacements = expanded
         for kind, name in METHODS.items():
             setattr(self.own, name, noting(kind, getattr(self.own, name)))
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        return self.own.tokenizer
 
     def written(self, kind: str) -> str:
         """What a chat template writes for an item."""
@@ -278,11 +274,6 @@ class Processor:
             return Counter(inside or made.ids).most_common(1)[0][0]
 
         return _ByKind(self, found)
-
-    @cached_property
-    def merge(self) -> int:
-        """Patches along a side of what becomes one row."""
-        return int(getattr(self.own.image_processor, "merge_size", 1) or 1)
 
 
 class _ByKind(dict[str, T]):
