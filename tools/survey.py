@@ -7,13 +7,16 @@
 Each is built from its default config made tiny, with random weights, and saved with tokenizer and processor; tokens and
 tensors of conversations are compared with the processor's own, what hetmesh makes of the directory with transformers'
 own forward (the self-check) and, where that passes, with three steps of training by transformers' own forward and
-backward in fp64, in one process and with every module on a rank of its own. Each class has a limit of time.
+backward in fp64, in one process and with every module on a rank of its own; with clips too, where its processor and
+tower read these (`video`). Each class has a limit of time. With --output, rows are kept beside FILE as they come, and a
+survey of the same code that was stopped goes on from there.
 Exit status 1 where one is silently wrong: passes the self-check, and trains another way.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -21,7 +24,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -58,17 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=400.0, help="seconds for one class (400)")
     args = parser.parse_args(argv)
     of = stamp(JUDGES)
-    result = run(args.names, args.processes, args.timeout) | {"kept": of}
+    judged = hashlib.sha256(json.dumps(of["judges"], sort_keys=True).encode()).hexdigest()[:10]
+    rows = args.output and args.output.with_suffix(f".{judged}.rows")
+    result = run(args.names, args.processes, args.timeout, rows) | {"kept": of}
     text = json.dumps(result, indent=1)
     if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(text + "\n", encoding="utf-8")
+        rows.unlink(missing_ok=True)
     print(text if args.json else table(result))
     return int(result["silently_wrong"] > 0)
 
 
-def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
-    """The counts by kind of class, and the rows."""
+def run(names: Sequence[str], processes: int, timeout: float, kept: Path | None = None) -> dict[str, Any]:
+    """The counts by kind of class, and the rows. `kept`: a file of rows, a line each, to go on from."""
     import torch
     import transformers
 
@@ -84,20 +89,31 @@ def run(names: Sequence[str], processes: int, timeout: float) -> dict[str, Any]:
         for name, cls in classes.items()
         if not names or name in names
     ]
-    rows = _rows([(name, cls) for _, name, cls in wanted], processes, timeout)
+    rows: dict[str, dict[str, Any]] = {}
+    if kept and kept.exists():
+        rows = {row["model_type"]: row for row in map(json.loads, kept.read_text(encoding="utf-8").splitlines())}
+    left = [(name, cls) for _, name, cls in wanted if name not in rows]
+    for row in _surveyed(left, processes, timeout):
+        rows[row["model_type"]] = row
+        said = f"{row['result']} in {row['seconds']} s {row.get('reason', '')}"
+        print(f"{len(rows)}/{len(wanted)} {row['model_type']}: {said}", file=sys.stderr)
+        if kept:
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
     result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
-    result |= dict.fromkeys(("classes", "split", *RESULTS), 0)  # of both kinds
+    result |= dict.fromkeys(("classes", "split", *RESULTS, "video"), 0)  # of both kinds
     for kind in kinds:
         held = [rows[name] for each, name, _ in wanted if each == kind]
         result[kind] = {"classes": len(held), "split": sum(row["split"] for row in held)}
         result[kind] |= {key: sum(row["result"] == key for row in held) for key in RESULTS}
+        result[kind]["video"] = sum(row.get("video", False) for row in held)
         result |= {key: result[key] + count for key, count in result[kind].items()}
         result[kind]["rows"] = held
     return result
 
 
-def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> Mapping[str, dict[str, Any]]:
-    """Row by model type; every class in a process that is forked from this one, so that imports are paid once."""
+def _surveyed(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> Iterator[dict[str, Any]]:
+    """The rows as they come; every class in a process that is forked from this one, so that imports are paid once."""
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2_vl.processing_qwen2_vl
     import transformers.models.siglip.modeling_siglip
@@ -107,7 +123,6 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
     import support.whole_reference  # noqa: F401
 
     context = multiprocessing.get_context("fork")
-    rows: dict[str, dict[str, Any]] = {}
     waiting = list(wanted)
     running: dict[Any, tuple[str, str, Any, float]] = {}
     while waiting or running:
@@ -135,9 +150,7 @@ def _rows(wanted: Sequence[tuple[str, str]], processes: int, timeout: float) -> 
                 continue
             process.join()
             del running[end]
-            rows[name] = row
-            print(f"{len(rows)}/{len(wanted)} {name}: {row['result']} {row.get('reason', '')}", file=sys.stderr)
-    return rows
+            yield row | {"seconds": round(time.monotonic() - began)}
 
 
 def _survey(end: Any, name: str, cls: str) -> None:

@@ -63,7 +63,8 @@ def test_masks_of_items_with_runs_are_those_of_the_reference(kind, data):
             runs.append((tokens + gap, rows))
             tokens += gap + rows
         placed = data.draw(st.booleans()) or len(runs) > 1
-        media.append(MediaItem("image", (), runs[0][0], sum(r for _, r in runs), runs=tuple(runs) if placed else ()))
+        name = data.draw(st.sampled_from(["image", "audio"]))
+        media.append(MediaItem(name, (), runs[0][0], sum(r for _, r in runs), runs=tuple(runs) if placed else ()))
     stop = tokens + data.draw(st.integers(1, 3))
     meta = SampleMeta("s", stop, tuple(media), ((max(tokens, 1), stop),) if stop > 1 else ())
     expected = [[sees(kind, meta, i, j) for j in range(stop)] for i in range(stop)]

@@ -28,6 +28,7 @@ from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.build import build_empty
 from hetmesh.models.weights.fill_module import fused_splits
+from hetmesh.models.weights.model_forms import Taken, converted
 from hetmesh.models.weights.pretrained import Pretrained
 from support import tiny_vlms
 
@@ -432,3 +433,14 @@ def test_what_is_no_rearrangement_is_refused_by_name(tmp_path, monkeypatch):
         RecipeError, match=r"transformers computes .*experts\.gate_up_proj from .* by Interleave\(dim=1\)"
     ):
         _ = whole_model(Pretrained(path, "k")).checkpoint_names
+
+
+def test_a_head_that_was_padded_is_taken_as_it_is_only_without_the_padding():
+    from transformers.core_model_loading import Inkling2UnpadVocab, WeightConverter
+
+    converter = WeightConverter("lm_head.weight", "lm_head.weight", operations=[Inkling2UnpadVocab()])
+    taken = {"lm_head.weight": Taken("lm_head.weight", "lm_head.weight", converter.source_patterns[0])}
+    expected = {"lm_head.weight": (8, 4)}
+    assert converted(taken, expected, [converter], expected, "k")["lm_head.weight"].is_whole
+    with pytest.raises(RecipeError, match=r"k: .* do not fit each other \(Inkling2UnpadVocab of \[\[10, 4\]\]\)"):
+        converted(taken, {"lm_head.weight": (10, 4)}, [converter], expected, "k")

@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hetmesh.data.preparation import placed_items
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, measure, random_item
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
+from hetmesh.models.split.llm_half import HfLlmAdapter
+from hetmesh.models.split.made import places_between
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.units import UnitCalls, taken
 from hetmesh.models.weights.pretrained import Pretrained
@@ -41,8 +44,17 @@ def test_samples_of_several_images_are_padded_though_two_of_alike_tiles_are_join
     assert processor.row_tokens["image"] == processor.own.image_token_id
 
 
-def test_what_is_for_each_token_of_the_llm_is_refused(directory):
+def test_what_is_for_each_token_of_the_llm_is_refused_unless_it_is_made_of_token_ids(directory, monkeypatch):
     path = directory("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration")
+    assert vision(path).units is not None
+    llm = HfLlmAdapter.make(AdapterRequest("llm", model="hf_llm", pretrained=Pretrained(path, "k")))
+    own = processor_at(path, "a directory").own
+    tokens = torch.tensor([own.image_token_id, 200, own.video_token_id])
+    sample, meta = SimpleNamespace(id="s", tokens=tokens), SampleMeta("s", 3, (), ((2, 3),))
+    batch = llm.collate([sample], [meta], placeholders={}, pad_id=200)
+    assert batch["moe_mm_token_type_ids"].tolist() == [[1, 0, 2]]
+    assert {"activation", "token_sharded", "use_packed"} <= llm.reasons.keys()
+    monkeypatch.setattr("hetmesh.models.split.batching.hasattr", lambda *_: False, raising=False)
     with pytest.raises(RecipeError, match="takes moe_mm_token_type_ids of each token, which its processor makes"):
         vision(path)
 
@@ -51,6 +63,26 @@ def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_proces
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
     assert adapter.call is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
+
+
+def test_items_of_a_processor_that_expands_texts_its_own_way_are_between_what_is_around_them(processors):
+    processor = processor_at(processors("idefics2"), "a directory")
+    image, token = processor.blank("image", (60, 90)), processor.written("image")
+    text = f"a {token} b {token}c"  # it writes a space before the c
+    made = processor(text, {"image": [image, image]})
+    assert [text[slice(*place.before)] for place in made.places] == [token, token]
+    inside = [made.expanded[slice(*place.after)] for place in made.places]
+    assert [part.count(token) for part in inside] == [made.ids.count(processor.row_tokens["image"]) // 2] * 2
+    placed = placed_items("s", processor, made, ["image", "image"])
+    assert sum(item.rows for item in placed) == made.ids.count(processor.row_tokens["image"]) > 0
+    with pytest.raises(ValueError, match="changes more of the text than what stands for items"):
+        places_between(text, made.expanded.replace("b", "B"), {token: "image"})
+
+
+def test_images_are_one_list_for_all_texts_where_a_list_for_each_is_refused(processors):
+    flat, nested = (processor_at(processors(name), "a directory") for name in ("got_ocr2", "llava"))
+    assert flat.arguments({"image": [["a", "b"], ["c"]]})["images"] == ["a", "b", "c"]
+    assert nested.arguments({"image": [["a", "b"], ["c"]]})["images"] == [["a", "b"], ["c"]]
 
 
 @pytest.mark.parametrize(

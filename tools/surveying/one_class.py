@@ -9,6 +9,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,20 @@ from hetmesh.errors import HetmeshError, SampleError, SelfCheckError
 from surveying.samples import write_samples
 
 STEPS = 3
+RATES = (0.1, 0.001)
+"""Learning rates: the second where steps at the first amplify rounding, to differences between `FP64` and `CLOSE`."""
+
+CLOSE = 1e-7
+
 FP64 = 1e-10
 """Largest relative error of losses, gradients and parameters of these steps."""
 
 NAMES = re.compile("tensors are none of|save_original_format")
 """Refusals of tensors by their names: saved in transformers' own form the model may be taken."""
+
+TOWERS = {"image": "vision", "audio": "audio"}
+FRAMES = 6
+"""Of each clip, where a family takes no clips of unlike lengths together."""
 
 Judge = Callable[[str], dict[str, Any]]
 """(text of a recipe of a tiny model's directory) -> what the row says of its training; may raise HetmeshError."""
@@ -57,29 +67,60 @@ def _surveyed(model_type: str, class_name: str, original_form: bool, judge: Judg
             tiny_directory(model_type, class_name, path, original_form)
         except Exception as error:  # whatever transformers makes of a config that it did not write
             return row | {"result": "not_buildable", "reason": _said(error)}
-        row |= _tried(model_type, path, row, judge)
+        row |= _tried(path, row, judge)
         return row | ({"reason": row["reason"].replace(f"{path}", "DIR")[:500]} if "reason" in row else {})
 
 
-def _tried(model_type: str, path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
-    from hetmesh.models.split.whole_model import TOWERS, whole_model
+def _tried(path: Path, row: dict[str, Any], judge: Judge) -> dict[str, Any]:
+    """Where processor and tower read clips, with these, too; without them as far as those do not pass."""
+    from hetmesh.models.split.whole_model import whole_model
     from hetmesh.models.weights.pretrained import Pretrained
     from hetmesh.recipe.recipe import parse_recipe
-    from hetmesh.resolve.resolved import resolve
 
-    text = _recipe(path)
     try:
-        recipe = parse_recipe(text)
+        towers = set(parse_recipe(_recipe(path)).modules)
         whole = whole_model(Pretrained(path, "model.hf_path"))
         parts = sorted(set(whole.owners.values()))
         row |= {"split": True, "parts": parts, "mask": whole.family.mask, "positions": whole.positions}
         _ = whole.checkpoint_names
-        towers = {media for media, part in TOWERS.items() if part in recipe.modules}
-        names = write_samples(path.parent / "samples.json", sorted(towers))
-        row |= _samples_left(path, names)
-        if without := towers - {kind for name in row["samples"] for kind in name.split("+")}:
-            return row | {"result": "refused", "reason": f"its processor takes no {sorted(without)}: {row['dropped']}"}
-        resolved = resolve(recipe)
+    except HetmeshError as error:
+        return row | {"result": "refused", "reason": _said(error)}
+    kinds = sorted(media for media, part in TOWERS.items() if part in towers)
+    if _reads_clips(whole, path):
+        for frames in (None, FRAMES):
+            found = _with_samples(path, [*kinds, "video"], frames, judge)
+            if found["result"] in ("passed", "silently_wrong"):
+                return row | found | {"video": found["result"] == "passed"}
+            row["without_video"] = found["reason"].replace(f"{path}", "DIR")[:500]
+            if "processor_options fix them (num_frames" not in found["reason"]:
+                break  # it is not that clips have unlike numbers of frames
+    return row | _with_samples(path, kinds, None, judge)
+
+
+def _reads_clips(whole: Any, path: Path) -> bool:
+    from hetmesh.data.preparation import Preparation
+    from hetmesh.models.split.whole_model import features_of
+
+    if "vision" not in whole.towers or features_of(whole.model, "video") is None:
+        return False
+    try:
+        return "video" in Preparation(path, {}, None, "[data.options]").placeholders
+    except HetmeshError:
+        return False
+
+
+def _with_samples(path: Path, kinds: list[str], frames: int | None, judge: Judge) -> dict[str, Any]:
+    from hetmesh.recipe.recipe import parse_recipe
+    from hetmesh.resolve.resolved import resolve
+
+    text = _recipe(path) + ('[modules.vision]\nmedia = "image+video"\n' if "video" in kinds else "")
+    row: dict[str, Any] = {}
+    try:
+        row |= _samples_left(path, write_samples(path.parent / "samples.json", kinds, frames))
+        if without := set(kinds) - {kind for name in row["samples"] for kind in name.split("+")}:
+            reason = f"its processor takes no {sorted(without)}: {row.get('dropped')}"
+            return row | {"result": "refused", "reason": reason}
+        resolved = resolve(parse_recipe(text))
         row["abilities"] = {
             key: abilities.because(key) if not getattr(abilities, key) else True
             for abilities in (resolved.adapters["llm"].abilities,)
@@ -137,20 +178,40 @@ def _judged(text: str) -> dict[str, Any]:
 
 def _trained(text: str) -> dict[str, Any]:
     """Steps in fp64 beside transformers' own model on what its own processor makes of the conversations."""
+    from surveying.on_ranks import in_a_fork
+
+    for rate in RATES:
+        found = in_a_fork(partial(_steps, text, rate))
+        if not (found.pop("close") and found["result"] == "silently_wrong"):
+            break
+    return found
+
+
+def _steps(text: str, rate: float) -> dict[str, Any]:
     from hetmesh.recipe.recipe import parse_recipe
     from hetmesh.testing import parity
     from support.whole_reference import whole_reference
     from surveying.on_ranks import run_on_ranks
 
     recipe = parse_recipe(text)
-    apart = _apart(recipe)
-    ranks = run_on_ranks(parse_recipe(text + apart), STEPS, len(recipe.modules))
-    truth = whole_reference(recipe, STEPS, processed=True)
+    ranks = run_on_ranks(parse_recipe(text + _apart(recipe)), STEPS, len(recipe.modules), rate)
+    truth = whole_reference(recipe, STEPS, rate, processed=True)
+    runs = [parity.reference(recipe, STEPS, rate)], ranks
+    found = {"learning_rate": rate, "close": all(_is_close(truth, outcomes) for outcomes in runs)}
     try:
-        errors = [parity.compare(truth, outcomes, FP64) for outcomes in ([parity.reference(recipe, STEPS)], ranks)]
+        errors = [parity.compare(truth, outcomes, FP64) for outcomes in runs]
     except parity.ParityError as wrong:
-        return {"result": "silently_wrong", "reason": _said(wrong)}
-    return {"result": "passed", "max_training_error": errors[0], "max_error_on_ranks": errors[1]}
+        return {"result": "silently_wrong", "reason": _said(wrong), **found}
+    return {"result": "passed", "max_training_error": errors[0], "max_error_on_ranks": errors[1], **found}
+
+
+def _is_close(truth: Any, outcomes: list[Any]) -> bool:
+    from hetmesh.testing import parity
+
+    try:
+        return parity.compare(truth, outcomes, CLOSE) < CLOSE
+    except parity.ParityError:
+        return False
 
 
 def _apart(recipe: Any) -> str:

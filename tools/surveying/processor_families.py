@@ -96,11 +96,16 @@ GOT_OCR = Family(
     config={
         "vision_config.image_size": 1024,  # its processor makes 256 tokens of an image, whatever the config says
         "vision_config.num_hidden_layers": 2,
+        "vision_config.num_attention_heads": 1,
         "vision_config.global_attn_indexes": [1],
     },
 )
 MUSE = Family(
-    config=lambda config: {"out_hidden_size": config.vision_config.hidden_size * config.vision_config.merge_size**2},
+    config=lambda config: {
+        "out_hidden_size": config.vision_config.hidden_size * config.vision_config.merge_size**2,
+        "projector_hidden_size": 256,
+        **({"audio_config.hidden_sizes": [32, 64, 64, 128]} if hasattr(config, "audio_config") else {}),
+    },
     call={"return_metadata": True},
 )
 MINICPM = Family(
@@ -288,6 +293,7 @@ FAMILIES: Mapping[str, Family] = {
             "text_config.mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
             "vision_config.sam_config.downsample_channels": [512, 512],
             "vision_config.sam_config.num_hidden_layers": 2,
+            "vision_config.sam_config.num_attention_heads": 1,
             "vision_config.sam_config.global_attn_indexes": [1],
         }
     ),
@@ -314,7 +320,7 @@ FAMILIES: Mapping[str, Family] = {
                 "use_post_transformer_norm": False,
             },
         },
-        image={"tile_size": 64, "size": {"height": 64, "width": 64}},
+        image={"tile_size": 64, "size": {"height": 64, "width": 64}, "vision_input_type": "vanilla"},
         video={"size": {"height": 64, "width": 64}},
         processor=lambda config: {"patch_size": 16, "pooling_ratio": config.projector_pooling_ratio},
     ),
@@ -332,7 +338,8 @@ FAMILIES: Mapping[str, Family] = {
         further=("<imgpad>",),
     ),
     "aria": Family(
-        config={"vision_config.patch_size": 14, "vision_config.image_size": 980, "vision_config.num_hidden_layers": 2}
+        config={"vision_config.patch_size": 14, "vision_config.image_size": 980, "vision_config.num_hidden_layers": 2},
+        image={"max_image_size": 490},
     ),
     "phi4_multimodal": Family(
         config={
@@ -348,6 +355,7 @@ FAMILIES: Mapping[str, Family] = {
     "fun_asr_nano": _only("its feature extractor needs torchaudio"),
     "voxtral": _only("its tokenizer is mistral-common's, which has no tiny form"),
     "voxtral_realtime": _only("its tokenizer is mistral-common's, which has no tiny form"),
+    "omniasr": Family(config={"audio_config.num_hidden_layers": 8}),  # more than it has convolutions before them
     "nemo_speechlm": Family(
         config={"text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
         audio={"feature_size": 128},

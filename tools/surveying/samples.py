@@ -1,4 +1,4 @@
-"""Conversations with images of unlike sizes and recordings of unlike lengths, and without."""
+"""Conversations with images and clips of unlike sizes, recordings of unlike lengths, and without."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ SIZES = ((64, 96), (150, 75), (300, 200), (90, 90), (60, 180))
 """Heights and widths of images, in pixels."""
 SECONDS = (0.5, 1.3, 0.9, 0.7)
 RATE = 16000
+CLIPS = ((8, 56, 84), (4, 84, 84), (6, 64, 112), (8, 90, 60))
+"""Frames, heights and widths of videos."""
+FRAMES_PER_SECOND = 2
+SUFFIXES = {"image": "png", "video": "mp4", "audio": "wav"}
 
 
-def write_samples(path: Path, kinds: Sequence[str]) -> list[str]:
+def write_samples(path: Path, kinds: Sequence[str], frames: int | None = None) -> list[str]:
     """Write conversations with media of `kinds` into the JSON file `path`, the media beside it.
+
+    Args:
+        frames: of each clip; None: of unlike numbers.
 
     Returns:
         What each has, the kinds of its items joined by `+`; `"text"` of one without.
@@ -34,8 +41,11 @@ def write_samples(path: Path, kinds: Sequence[str]) -> list[str]:
     def item(kind: str) -> dict[str, str]:
         number = numbers[kind]
         numbers[kind] += 1
-        name = f"{kind}_{number}.{'png' if kind == 'image' else 'wav'}"
-        (_write_image if kind == "image" else _write_recording)(path.parent / name, number, draw)
+        name = f"{kind}_{number}.{SUFFIXES[kind]}"
+        if kind == "video":
+            write_clip(path.parent / name, number, draw, frames)
+        else:
+            (_write_image if kind == "image" else _write_recording)(path.parent / name, number, draw)
         return {"type": kind, kind: name}
 
     for i, turns in enumerate(contents):
@@ -57,6 +67,20 @@ def _write_image(path: Path, number: int, draw: np.random.Generator) -> None:
 
     height, width = SIZES[number % len(SIZES)]
     Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+
+
+def write_clip(path: Path, number: int, draw: np.random.Generator, frames: int | None) -> None:
+    """Write a video of random pixels."""
+    import av
+
+    count, height, width = CLIPS[number % len(CLIPS)]
+    with av.open(str(path), "w") as file:
+        stream: Any = file.add_stream("mpeg4", rate=FRAMES_PER_SECOND)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        for _ in range(frames or count):
+            pixels = np.kron(draw.integers(0, 256, (height // 2, width // 2, 3)), np.ones((2, 2, 1))).astype(np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+        file.mux(stream.encode())
 
 
 def _write_recording(path: Path, number: int, draw: np.random.Generator) -> None:

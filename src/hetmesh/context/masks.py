@@ -68,10 +68,10 @@ def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask
 
 
 def runs_of_sample(sample: SampleMeta) -> Mask:
-    """Rows that lie side by side are an instance, of whatever items, and instances see all that lies before them: as
-    transformers has it for Gemma 3."""
+    """Rows that lie side by side are an instance, of whatever items but recordings, and instances see all that lies
+    before them: as transformers has it for Gemma 3."""
     runs: list[tuple[int, int]] = []
-    for start, rows in (span for item in sample.media if item.rows for span in item.spans):
+    for start, rows in (span for item in sample.media if item.rows and item.name != "audio" for span in item.spans):
         if runs and runs[-1][1] == start:
             runs[-1] = (runs[-1][0], start + rows)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import io
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,8 +36,10 @@ from hetmesh.data.stores.store import Blob
 from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.from_sizes import FromSizes
-from hetmesh.models.split.processor import PARTS, SECONDS, Clip, Made, Processor, Unit, processor_at
+from hetmesh.models.split.made import Made, Unit
+from hetmesh.models.split.processor import PARTS, SECONDS, Clip, Processor, processor_at
 from hetmesh.models.split.rope_index import PICOSECONDS
 
 Media = Sequence[tuple[str, Blob]]
@@ -97,8 +100,10 @@ class Preparation:
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
             if fewer and (chat := Chat(folder, fewer, template or default, key)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
-        with one_torch_thread():
-            self.placeholders = {kind: self.processor.row_tokens[kind] for kind in kinds}
+        self.placeholders = dict[str, int]()
+        for kind in kinds:  # one that it cannot make hinders no others: the module that reads it says why
+            with one_torch_thread(), nullcontext() if kind == kinds[0] else suppress(RecipeError):
+                self.placeholders[kind] = self.processor.row_tokens[kind]
         self._rows = frozenset(self.placeholders.values())
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
@@ -243,6 +248,11 @@ class Preparation:
             )
 
     @cached_property
+    def untouched(self) -> Any:
+        """The processor as transformers loads it."""
+        return hf("AutoProcessor").from_pretrained(self.processor.path, local_files_only=True)
+
+    @cached_property
     def _cuts(self) -> bool:
         """Whether a recording of twice the extractor's length becomes no more tokens: some cut, some make pieces."""
         most, text = self.processor.own._audio_processor.n_samples, self.processor.written("audio")
@@ -304,7 +314,8 @@ def _grid(processor: Processor, unit: Unit, kind: str, number: int) -> tuple[int
     if grids is None:
         return ()
     frames, height, width = grids[number].tolist()
-    grid = frames, height // processor.merge, width // processor.merge
+    merge = int(getattr(processor.own.image_processor, "merge_size", 1) or 1)  # patches along a side of a row
+    grid = frames, height // merge, width // merge
     seconds = next((unit[key] for key in SECONDS if kind == "video" and key in unit), None)
     return grid if seconds is None else (*grid, round(float(seconds[number]) * PICOSECONDS))
 

@@ -44,11 +44,10 @@ NO_TOWER = "it calls no tower by get_image_features, by which hetmesh splits mod
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "gemma3": Family(mask="bidirectional_runs"),
+        **dict.fromkeys(("gemma3", "gemma4_unified"), Family(mask="bidirectional_runs")),
         "paligemma": Family(mask="prefix", positions="from_1"),
         "llava_onevision": Family(calls={"image": "any_resolution"}),
         "qwen3_vl_moe": Family(experts=True),
-        "glm_ocr": Family(calls={"image": "patches"}),  # transformers knows no image processor by its name
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(
             calls={"image": "patches"},

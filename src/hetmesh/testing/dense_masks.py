@@ -22,7 +22,7 @@ def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:
     item_of = {t: n for n, start, stop in spans for t in range(start, stop)}
     if kind == "bidirectional_runs":
         between = range(min(i, j), max(i, j) + 1)
-        return j <= i or all(t in item_of for t in between)
+        return j <= i or all(t in item_of and meta.media[item_of[t]].name != "audio" for t in between)
     if i in item_of and item_of[i] == item_of.get(j):
         return kind != "causal" or j <= i
     return j <= i and (kind != "isolated_media" or i not in item_of)

@@ -89,6 +89,8 @@ def _no_singles() -> Iterator[None]:
             (torch.Tensor, "to"),
             (torch.Tensor, "type"),
             (torch.Tensor, "new_zeros"),
+            (torch, "zeros"),
+            (torch, "zeros_like"),
             (nn.functional, "softmax"),
             (torch, "softmax"),
         ):

@@ -68,7 +68,7 @@ def by_transformers(
     take it; SampleError, OSError, ValueError: media cannot be read."""
     turns, tools, media = part.turns(index)
     opened = [_opened(preparation, kind, blob) for kind, blob in media]
-    own: Any = hf("AutoProcessor").from_pretrained(preparation.processor.path, local_files_only=True)
+    own = preparation.untouched
     items = iter(opened)
     messages = [
         {**turn, "content": [_with_item(part_, items) for part_ in turn["content"]]}
@@ -81,12 +81,15 @@ def by_transformers(
             question, answer = (turn["content"] for turn in turns)
             more = {"images": opened, "suffix": answer}
             return dict(own(text=question, return_tensors="pt", **more))
-        if any(kind == "video" for kind, _ in media):  # whose files `apply_chat_template` decodes by torchcodec
+        one_list = media and "image" in preparation.processor.kinds and not preparation.processor.nested
+        if one_list or any(kind == "video" for kind, _ in media):  # files, which it decodes by torchcodec
             text = own.apply_chat_template(turns, chat_template=preparation.chat.template, tools=tools)
             by_kind = {kind: [[x for k, x in zip(media, opened, strict=True) if k[0] == kind]] for kind, _ in media}
-            given = {**preparation.processor.arguments(by_kind), **preparation.processor.options}
-            given["do_sample_frames"] = given.get("do_sample_frames", False) or own.video_processor.do_sample_frames
-            given["do_sample_frames"] |= any(given.get(key) for key in ("fps", "num_frames"))
+            given = {**preparation.processor.arguments(by_kind), **preparation.processor.options, **more}
+            given |= preparation.processor.without_bos(text)  # as `apply_chat_template` does it
+            if "video" in by_kind:
+                asked = any(given.get(key) for key in ("fps", "num_frames", "do_sample_frames"))
+                given["do_sample_frames"] = asked or own.video_processor.do_sample_frames
             return dict(own(text=[text], return_tensors="pt", **given))
         if not preparation.chat.takes_parts and media:
             return None

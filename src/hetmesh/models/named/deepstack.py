@@ -3,9 +3,11 @@ their first layers."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hetmesh.models.named.causal_lm import CausalLMAdapter
@@ -14,6 +16,9 @@ from hetmesh.parallel.tokens import tokens_of
 
 FEATURE = "deepstack."
 """Prefix of the names of the encoder's side outputs; the number after it is that of the decoder layer."""
+
+DEEPSTACK = frozenset({"deepstack_visual_embeds", "deepstack_features"})
+"""Of these arguments a decoder has one that takes them: the latter before its layers (Granite 4 Vision)."""
 
 
 def layer_index(output: str, layers: int) -> int | None:
@@ -38,6 +43,12 @@ def deepstack_arguments(
             features.setdefault(int(key.rpartition(".")[2]), []).append((positions, rows))
     if not features:
         return {}
+    if "deepstack_features" in inspect.signature(adapter.decoder_of(model).forward).parameters:
+        (positions, _), *_ = features[min(features)]
+        mask = torch.zeros(hidden.shape[:2].numel(), dtype=torch.bool, device=hidden.device)
+        mask[positions] = True
+        added = {layer: torch.cat([rows for _, rows in each]) for layer, each in features.items()}
+        return {"vision_mask": mask.view(*hidden.shape[:2], 1), "deepstack_features": added}
     adapter.decoder_of(model)._deepstack_process = _added
     return {"deepstack_visual_embeds": [features.get(i, ()) for i in range(1 + max(features))]}
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.split.processor import EXAMPLES, PROCESSOR_FILES, Clip, Processor, Unit, as_tensor, processor_at
+from hetmesh.models.split.made import Unit
+from hetmesh.models.split.processor import EXAMPLES, PROCESSOR_FILES, Clip, Processor, as_tensor, processor_at
 from hetmesh.models.split.whole_model import WholeModel
 
 
@@ -85,11 +86,17 @@ class Batching:
     Attributes:
         blank: the tensors of a small item, for a batch without items.
         blank_rows: rows that it makes.
+        lists: names whose tensors the model takes as lists of numbers.
     """
 
     rules: Mapping[str, BatchRule]
     blank: Unit
     blank_rows: int
+    lists: frozenset[str] = frozenset()
+
+    def as_taken(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with lists of numbers where the model takes these."""
+        return {key: value.tolist() if key in self.lists else value for key, value in tensors.items()}
 
     def collate(self, units: Sequence[Unit]) -> dict[str, Any]:
         """At least one sample's tensors -> those of all."""
@@ -111,11 +118,12 @@ def batching_of(whole: WholeModel, media: str) -> tuple[Batching | None, str]:
         if media not in processor.kinds:
             return None, ""
         batching = measure(processor, media)
-        made = processor(processor.written(media), {media: [processor.blank(media, EXAMPLES[media][0])]})
+        made = processor(processor.written(media), {media: [processor.blank(media, EXAMPLES[media][1])]})
     except RecipeError as error:
         return None, str(error)
     taken = inspect.signature(whole.model.forward).parameters
-    if per_token := [key for key, t in made.units[media].items() if t.shape == (1, len(made.ids)) and key in taken]:
+    per_token = [key for key, t in made.units[media].items() if t.shape == (1, len(made.ids)) and key in taken]
+    if per_token := [key for key in per_token if not hasattr(processor.own, f"create_{key}")]:  # `HfLlmAdapter._types`
         raise RecipeError(
             f"{whole.pretrained}: {whole.model_class.__name__} takes {', '.join(per_token)} of each token, which its "
             "processor makes and hetmesh does not hand to the LLM"
@@ -144,7 +152,8 @@ def measure(processor: Processor, kind: str) -> Batching:
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
     small = processor(processor.written(kind), {kind: items[:1]})
-    return Batching(rules, small.units[kind], small.ids.count(processor.row_tokens[kind]))
+    rows = small.ids.count(processor.row_tokens[kind])
+    return Batching(rules, small.units[kind], rows, frozenset(processor.lists & rules.keys()))
 
 
 def _pair(
@@ -153,7 +162,8 @@ def _pair(
     """What the processor makes of two samples at once, and of each."""
     texts = [processor.written(kind) * len(each) for each in samples]
     one, other = (processor(t, {kind: each}).units[kind] for t, each in zip(texts, samples, strict=True))
-    given = {"text": texts, "padding": True, **processor.options, **processor.arguments({kind: samples})}
+    given = {"text": texts, "text_kwargs": {"padding": True}}  # and not recordings to the longest of a batch
+    given |= {**processor.options, **processor.arguments({kind: samples})}
     try:
         both = processor.own(return_tensors="pt", **given)
     except ValueError:  # of some, one tensor cannot be made

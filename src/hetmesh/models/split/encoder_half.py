@@ -131,7 +131,15 @@ class HfEncoderAdapter(PartAdapter):
         )
 
     def build(self) -> nn.Module:
-        module = super().build()
+        module: Any = self.whole.build()
+        children = module.get_submodule(self.whole.embedding).named_children() if self.whole.has_llm else ()
+        bare = {name: part for name, part in children if not any(True for _ in part.parameters())}
+        module = self.whole.keep_part(module, self.part, self.owners)
+        if bare:  # an embedding's own norm, which some towers apply to their rows, too (Muse Spark)
+            holder = module
+            for name in self.whole.embedding.split("."):
+                holder = holder._modules.setdefault(name, nn.Module())
+            holder._modules |= bare
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
             setattr(module.get_submodule(parent), child, nn.Identity())
@@ -370,5 +378,11 @@ def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:
     if isinstance(out, Tensor):
         return {"": out}
     features = getattr(out, "deepstack_features", None) or ()
-    named = {f"{FEATURE}{i}": joined_rows(feature) for i, feature in enumerate(features)}
-    return {"": joined_rows(out.pooler_output if rows is None else rows)} | named
+    of_layers = [each if isinstance(each[0], int) else (i, each) for i, each in enumerate(features)]
+    named = {f"{FEATURE}{layer}": joined_rows(feature) for layer, feature in of_layers}
+    rows = out.pooler_output if rows is None else rows
+    if rows is None and named:  # it is these alone that its LLM adds, to zeros
+        rows = 0 * next(iter(named.values()))
+    if (inside := getattr(out, "attention_mask", None)) is not None and getattr(rows, "ndim", 0) == inside.ndim + 1:
+        rows = rows[inside.bool()]  # the others are of padding, which its forward leaves out
+    return {"": joined_rows(rows)} | named

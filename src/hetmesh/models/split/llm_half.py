@@ -20,9 +20,10 @@ from hetmesh.layout.hashing import memoized
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
-from hetmesh.models.named.deepstack import deepstack_arguments, layer_index
+from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.text_plan import TextPlan, text_plan
 from hetmesh.models.split.tower_plan import repeated_blocks
@@ -74,7 +75,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     @property
     def abilities(self) -> Abilities:
         config, reasons = self.config, self.reasons
-        takes_features = "deepstack_visual_embeds" in self._forward_names
+        takes_features = bool(DEEPSTACK & self._forward_names)
         positions = self.whole.positions == "rope_index"
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
@@ -125,6 +126,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                 given = decoder.double()(inputs_embeds=tokens, position_ids=at, use_cache=False).last_hidden_state
         except Exception:  # parameters without memory outside of layers and norm, and whatever else
             return None
+        if given.shape != tokens.shape:  # of several streams
+            return None
         scale = float((given * tokens).sum() / (tokens * tokens).sum())
         close = torch.allclose(given, scale * tokens, rtol=1e-6, atol=1e-9)  # constants may be rounded to fp32
         return (1.0 if abs(scale - 1) < 1e-12 else scale) if close and scale else None
@@ -165,6 +168,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
+        if self._embeds_in_layers or self._types:
+            found |= dict.fromkeys(("activation", "token_sharded", "use_packed"), "its layers read all tokens, too")
         return found
 
     @property
@@ -232,7 +237,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         batch = super().collate(samples, metas, **how)
         if self.whole.positions == "from_1":
             batch["position_ids"] = batch["position_ids"] + 1
-        return batch
+        ids = batch["input_ids"] if batch["input_ids"].numel() else torch.zeros(1, 1, dtype=torch.int64)  # as `forward`
+        return batch | {name: make(ids) for name, make in self._types.items()}
 
     def _check_windows(self, metas: Sequence[SampleMeta]) -> None:
         """Raise SampleError for media items that see themselves whole, but not through a window: transformers lifts it
@@ -257,9 +263,29 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     def added_features(
         self, model: Any, hidden: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        if "deepstack_visual_embeds" not in self._forward_names:
-            return {}
-        return deepstack_arguments(self, model, hidden, batch, inputs)
+        found: dict[str, Any] = {name: batch[name] for name in self._types}
+        if self._embeds_in_layers:
+            ids = batch["input_ids"].clone()
+            for at in self.sources.values():
+                ids.view(-1)[batch[f"positions.{at}"]] = self.config.pad_token_id  # as transformers has it
+            ids = ids if ids.numel() else ids.new_zeros(1, 1)  # as `forward` has it
+            found["per_layer_inputs"] = self.decoder_of(model).get_per_layer_inputs(ids)
+        if DEEPSTACK & self._forward_names:
+            found |= deepstack_arguments(self, model, hidden, batch, inputs)
+        return found
+
+    @cached_property
+    def _types(self) -> Mapping[str, Any]:
+        """Arguments of its decoder that say what tokens are (ERNIE 4.5 VL), and what makes them of ids."""
+        names = [name for name in self._forward_names if name.endswith("_type_ids")]
+        own = processor_at(self.whole.pretrained.path, str(self.whole.pretrained)).own if names else None
+        return {name: make for name in names if (make := getattr(own, f"create_{name}", None))}
+
+    @property
+    def _embeds_in_layers(self) -> bool:
+        """Whether each layer embeds the tokens once more (Gemma 4)."""
+        known = "per_layer_inputs" in self._forward_names
+        return known and bool(getattr(self.config, "hidden_size_per_layer_input", 0))
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""

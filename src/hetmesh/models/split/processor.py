@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor
 from hetmesh.errors import RecipeError
 from hetmesh.files import read_object
 from hetmesh.models.config_keys import hf
+from hetmesh.models.split.made import Made, PlaceOfItem, place_of, places_between
 from hetmesh.recipe.hf_families import part_of
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
@@ -41,53 +43,10 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
 
-Size = tuple[int, ...]
-"""`(height, width)` of an image, `(frames, height, width)` of a video, `(samples,)` of a recording."""
-
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """Files of which a directory with a processor has one."""
 
 T = TypeVar("T")
-
-Unit = Mapping[str, Tensor]
-"""The tensors of a sample's media of one kind, by the names that the model's own method takes them by."""
-
-
-@dataclass(frozen=True)
-class PlaceOfItem:
-    """Where an item stands: its kind, and characters `[start, stop)` of the text before and after it was expanded."""
-
-    kind: str
-    before: tuple[int, int]
-    after: tuple[int, int]
-
-
-def place_of(replaced: Mapping[str, Any]) -> PlaceOfItem:
-    """The same as `get_text_with_replacements` says it."""
-    return PlaceOfItem(replaced["type"], tuple(replaced["span"]), tuple(replaced["new_span"]))
-
-
-@dataclass(frozen=True, eq=False)
-class Made:
-    """What a processor made of one text and its media.
-
-    Attributes:
-        given, expanded: the text that it expanded (the caller's, perhaps with a BOS before it), and what it became.
-        ids: token ids.
-        offsets: characters `[start, stop)` of the expanded text that each token stands for; `(0, 0)` for one that
-            stands for none.
-        places: of the items, in order.
-        units: tensors by kind of media.
-        answer: which tokens are the suffix; empty without one.
-    """
-
-    given: str
-    expanded: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    places: list[PlaceOfItem]
-    units: Mapping[str, Unit]
-    answer: list[bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +69,9 @@ class Processor:
     """Made by `processor_at`.
 
     Attributes:
-        own: transformers' processor. Not for changing.
+        own, tokenizer: transformers' processor and its tokenizer. Not for changing.
         kinds: of media that it prepares.
+        lists: names of what it makes of media in lists of numbers, in which the model wants it; known with `keys`.
         suffix: whether it takes the answer apart from the question (PaliGemma), one of each.
         text_arguments: what it last called its tokenizer with, without the text.
         media_arguments: by kind, what it last called its method of `METHODS` with, without the media.
@@ -120,14 +80,19 @@ class Processor:
     def __init__(self, path: Path, key: str, options: Mapping[str, Any]) -> None:
         self.path, self.key, self.options = path, key, dict(options)
         self.own = _loaded(path, key)
+        self.tokenizer = self.own.tokenizer
         self.kinds = tuple(
             kind
             for kind in ARGUMENTS
             if getattr(self.own, PARTS[kind], None) is not None and getattr(self.own, f"{kind}_token", None)
         )
-        self.suffix = "suffix" in inspect.signature(type(self.own).__call__).parameters
+        taken = inspect.signature(type(self.own).__call__).parameters
+        self.suffix = "suffix" in taken
+        self._absent: dict[str, Any] = dict.fromkeys(taken.keys() & set(ARGUMENTS.values()))  # some have no default
         self._check_options()
-        self._text, self._expanded, self._places, self._offsets = "", "", list[PlaceOfItem](), list[tuple[int, int]]()
+        self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
+        self._places: list[PlaceOfItem] | None = None
+        self.lists = set[str]()
         self._encoded: list[int] = []
         self.text_arguments: dict[str, Any] = {}
         self.media_arguments: dict[str, dict[str, Any]] = {}
@@ -176,11 +141,6 @@ class Processor:
         for kind, name in METHODS.items():
             setattr(self.own, name, noting(kind, getattr(self.own, name)))
 
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        return self.own.tokenizer
-
     def written(self, kind: str) -> str:
         """What a chat template writes for an item."""
         return str(getattr(self.own, f"{kind}_token"))
@@ -203,11 +163,11 @@ class Processor:
         given = {kind: [items] for kind, items in media.items() if items}
         for kind, sizes in blanks.items():
             given[kind] = [[size if isinstance(size, Clip) else self.blank(kind, size) for size in sizes]]
-        options |= self.arguments(given)
+        options |= self._absent | self.arguments(given)
         if answer is not None:
             options["suffix"] = answer
         keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
-        self._text, self._places, self._offsets = text, [], []
+        self._text, self._places, self._offsets = text, None, []
         out = self.own(text=[text], return_tensors="pt", **options)
         ids = _listed(out["input_ids"][0])
         before = len(ids) - len(self._encoded)
@@ -217,7 +177,9 @@ class Processor:
         types = out.get("token_type_ids") if answer is not None else None
         said = [bool(each) for each in types[0]] if types is not None else []
         units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
-        return Made(self._text, self._expanded, ids, offsets, list(self._places), units, said)
+        if (places := self._places) is None:
+            places = places_between(text, self._expanded, {self.written(kind): kind for kind in self.kinds})
+        return Made(self._text, self._expanded, ids, offsets, places, units, said)
 
     def without_bos(self, text: str) -> dict[str, Any]:
         """The option that a text needs which begins with a BOS, as in `apply_chat_template`."""
@@ -233,9 +195,23 @@ class Processor:
             elif kind == "video":
                 found |= {"videos": [[clip.frames for clip in items] for items in samples], "do_sample_frames": False}
                 found["video_metadata"] = [[clip.metadata for clip in items] for items in samples]
+                found["return_metadata"] = True  # without which some do not write when frames are
+            elif self.nested:
+                found["images"] = [list(items) for items in samples]
             else:
-                found[ARGUMENTS[kind]] = [list(items) for items in samples]
+                found["images"] = [item for items in samples for item in items]
         return found
+
+    @cached_property
+    def nested(self) -> bool:
+        """Whether it takes images as a list for each text; else as one list for all."""
+        image = self.blank("image", EXAMPLES["image"][0])
+        given = {"text": [self.written("image")], "return_tensors": "pt", **self.options}
+        for images, nested in (([[image]], True), ([image], False)):
+            with suppress(Exception):  # whatever a processor raises
+                self.own(images=images, **given)
+                return nested
+        return True
 
     @property
     def sampling_rate(self) -> int:
@@ -272,7 +248,10 @@ class Processor:
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
             out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
-            return tuple(sorted(set(out) - _TEXT_KEYS))
+            names = set(out) - _TEXT_KEYS
+            lists = [name for name in names if isinstance(out[name], list)]
+            self.lists |= {name for name in lists if not any(isinstance(value, Tensor) for value in out[name])}
+            return tuple(sorted(names))
 
         return _ByKind(self, found)
 
@@ -294,11 +273,6 @@ class Processor:
             return Counter(inside or made.ids).most_common(1)[0][0]
 
         return _ByKind(self, found)
-
-    @cached_property
-    def merge(self) -> int:
-        """Patches along a side of what becomes one row."""
-        return int(getattr(self.own.image_processor, "merge_size", 1) or 1)
 
 
 class _ByKind(dict[str, T]):
@@ -329,9 +303,10 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
 )
 """Sizes of a small item, of a larger one, and of one more."""
 
-_TEXT_KEYS = frozenset(
-    ["input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels", "text_replacement_offsets"]
-)
+_TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}) | {
+    "text_replacement_offsets",
+    "video_metadata",
+}
 
 
 def _listed(values: Any) -> list[Any]:

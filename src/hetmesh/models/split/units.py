@@ -16,7 +16,7 @@ from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.audio_calls import features_of_padded
 from hetmesh.models.split.batching import Batching, batching_of
-from hetmesh.models.split.processor import Unit
+from hetmesh.models.split.made import Unit
 from hetmesh.models.split.whole_model import WholeModel, features_of
 
 MADE, TAKE = "made", "take"
@@ -82,9 +82,10 @@ class UnitCalls:
     def rows(self, module: Any, batch: Mapping[str, Any], dtype: torch.dtype) -> list[Any]:
         """What the model's methods give for each kind."""
         outputs = []
-        for kind in self.batchings:
+        for kind, batching in self.batchings.items():
             method = features_of(module, kind)
             given = {key.removeprefix(f"{kind}."): value for key, value in batch.items() if key.startswith(f"{kind}.")}
+            given = batching.as_taken(given)
             if method is None:
                 outputs.append(features_of_padded(module, **arguments_of(features_of_padded, given, dtype)))
             else:
@@ -111,7 +112,7 @@ def arguments_of(method: Any, given: Mapping[str, Any], dtype: torch.dtype) -> d
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list):
         return [_cast(each, dtype) for each in value]
-    return value.to(dtype) if value.is_floating_point() else value
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def unit_calls(whole: WholeModel, kinds: Sequence[str]) -> tuple[UnitCalls | None, str]:

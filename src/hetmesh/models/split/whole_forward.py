@@ -12,6 +12,7 @@ from torch import Tensor
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
+from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.whole_model import WholeModel, features_of
 
@@ -34,8 +35,10 @@ def whole_logits(
     parameters = inspect.signature(model.forward).parameters
     dtype = next(p.dtype for p in model.parameters())
     arguments: dict[str, Any] = {}
-    for unit in sample.units.values():  # of one sample: what the processor made, as it is
-        arguments |= {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
+    batchings = {k: b for encoder in encoders.values() if encoder.units for k, b in encoder.units.batchings.items()}
+    for kind, unit in sample.units.items():  # of one sample: what the processor made, as it is
+        made = {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
+        arguments |= batchings[kind].as_taken(made)
     for kind, encoder in encoders.items():
         items = sample.media.get(kind, ())
         if not items:
@@ -51,8 +54,10 @@ def whole_logits(
         arguments |= given
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
     if by_type and not whole.around:
-        arguments["mm_token_type_ids"] = media_tokens(meta)
-    if whole.family.mask == "bidirectional_runs":
+        own = processor_at(whole.pretrained.path, str(whole.pretrained)).own if sample.units else None
+        types = own and torch.tensor(own.create_mm_token_type_ids([sample.tokens.tolist()]))
+        arguments["mm_token_type_ids"] = media_tokens(meta) if types is None else types
+    if whole.family.mask == "bidirectional_runs" and "token_type_ids" in parameters:
         arguments["token_type_ids"] = media_tokens(meta)
     elif whole.family.mask == "prefix":
         first = min((start for start, _ in meta.targets), default=meta.tokens)

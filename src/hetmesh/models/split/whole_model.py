@@ -116,7 +116,9 @@ class WholeModel:
         for media, part in TOWERS.items():
             called = features_of(self.model, media) is not None or media in self.family.calls
             tower = self.model.get_encoder(media) if self.has_llm else tower_of(self.model, media)
-            if called and tower is not (self.model if self.has_llm else None):
+            if self.has_llm and tower is self.model:  # it has none by a name that transformers knows
+                tower = next((p for n, p in self.model.base_model.named_children() if _named(n, part)), None)
+            if called and tower is not None:
                 found[part] = self.fqn(tower)
         return found
 
@@ -154,8 +156,7 @@ class WholeModel:
                 return part
         if len(self.towers) == 1:  # what belongs to neither tower nor LLM lies between them
             return next(iter(self.towers))
-        hints = {"audio": ("audio", "speech"), "vision": ("vision", "visual", "image")}
-        named = [part for part in self.towers if any(hint in name for hint in hints[part])]
+        named = [part for part in self.towers if _named(name, part)]
         return named[0] if len(named) == 1 else None
 
     def _check_ties(self, owners: Mapping[str, str]) -> None:
@@ -267,6 +268,11 @@ class PartAdapter(AdapterDefaults):
 
     def build(self) -> Any:
         return self.whole.keep_part(self.whole.build(), self.part, self.owners)
+
+
+def _named(name: str, part: str) -> bool:
+    hints = {"audio": ("audio", "speech"), "vision": ("vision", "visual", "image")}
+    return any(hint in name for hint in hints[part])
 
 
 def features_of(model: Any, media: str) -> Any:

@@ -355,10 +355,17 @@ def _transpose(target: _Target, operation: Any, lists: Lists) -> Lists:
     return [[exchanged(form, operation.dim0, operation.dim1)]]
 
 
+def _unpadded(target: _Target, _: Any, lists: Lists) -> Lists:
+    if lists[0][0].shape != target.shape:  # the rows that it leaves out would be lost
+        raise ValueError(target.shape)
+    return lists
+
+
 STEPS: Mapping[str, Callable[[_Target, Any, Lists], Lists]] = {
     "MergeModulelist": lambda _, operation, lists: [[stacked(forms, operation.dim)] for forms in lists],
     "Concatenate": lambda _, operation, lists: [[joined([form for forms in lists for form in forms], operation.dim)]],
     "Chunk": _chunk,
     "Transpose": _transpose,
+    "Inkling2UnpadVocab": _unpadded,
 }
 """The supported operations of transformers, by the name of their class."""
