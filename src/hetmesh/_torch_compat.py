@@ -57,8 +57,7 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """`tensor.full_tensor()` without torch's warning, on each rank, that several dims of a mesh are gathered one after
-    another."""
+    """`tensor.full_tensor()` without torch's warning that several dims of a mesh are gathered one after another."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)

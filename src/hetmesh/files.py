@@ -45,8 +45,7 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, whose opening or reading may never
-    end."""
+    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     return open(path, "rb")
@@ -93,8 +92,7 @@ def read_text(path: str | Path) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says. Raises ValueError: it is none, is nested too deep, or holds numbers of thousands of
-    digits."""
+    """What a TOML text says. Raises ValueError: it is none, nested too deep, or has numbers of thousands of digits."""
     try:
         return tomli.loads(text)
     except RecursionError as error:

@@ -122,7 +122,6 @@ class KeyIntervals:
     stops: np.ndarray
 
     def take(self, index: np.ndarray) -> KeyIntervals:
-        """Chosen intervals."""
         return KeyIntervals(self.block[index], self.starts[index], self.stops[index])
 
     def clip(self, low: np.ndarray, high: np.ndarray) -> KeyIntervals:

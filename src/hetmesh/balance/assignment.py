@@ -74,7 +74,6 @@ class BatchLoads:
 
     @property
     def pads(self) -> bool:
-        """Whether the last module pads."""
         return any(self.padding)
 
     def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -93,8 +92,7 @@ class BatchLoads:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """What there is to fill, and how what fills it runs. One entry per module everywhere, in the order of
-    `BatchLoads.modules`.
+    """What there is to fill, and how what fills it runs; one entry per module, in the order of `BatchLoads.modules`.
 
     Attributes:
         lanes: data-parallel coordinates.
@@ -157,7 +155,6 @@ class Slots:
 
     @property
     def capped(self) -> bool:
-        """Whether any module has a cap."""
         return any(cap is not None for cap in self.max_tokens)
 
 

@@ -145,8 +145,7 @@ def from_blocks(
 
 
 def fitted(loads: BatchLoads, blocks: BatchBlocks, block: np.ndarray) -> np.ndarray:
-    """The block of each sample, changed where one holds more than its microbatches and lanes may. Raises GraphError: no
-    way was found."""
+    """The block of each sample, changed where one holds more than its microbatches and lanes may. Raises GraphError."""
     slots = blocks.slots
     if not slots.capped and not slots.equal_counts:
         return block

@@ -90,7 +90,6 @@ class BatchPlan:
 
     @cached_property
     def metas(self) -> MetaArrays:
-        """The samples as arrays."""
         return MetaArrays.of(self.samples)
 
     def row_counts(self, boundary: BoundarySpec) -> np.ndarray:

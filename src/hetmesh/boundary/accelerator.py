@@ -158,8 +158,7 @@ class Cuda(Accelerator):
 class Buffers:
     """Memory for packed messages, used again and again: flat tensors on one device, by dtype and power of two.
 
-    Fresh memory of a few MB is cleared by the kernel page by page, which costs as much as packing. CUDA's allocator
-    keeps memory itself.
+    The kernel clears fresh memory page by page, which costs as much as packing. CUDA's allocator keeps memory itself.
     """
 
     def __init__(self, device: torch.device) -> None:

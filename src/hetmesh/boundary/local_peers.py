@@ -107,7 +107,6 @@ class Mailbox:
         return header
 
     def close(self) -> None:
-        """Close the files of this process."""
         for fd in (self.read_fd, self.handle.mailbox_fd, self.handle.token_fd):
             os.close(fd)
 
@@ -159,7 +158,6 @@ class LocalPeer:
         return self.writer.unread
 
     def close(self) -> None:
-        """Close what this process has opened."""
         self.writer.close()
         os.close(self._fd)
         if self.process_fd is not None:

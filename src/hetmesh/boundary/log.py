@@ -103,7 +103,6 @@ class CommunicationLog:
         return self._waited.get(boundary, 0.0)
 
     def clear(self) -> None:
-        """Forget messages and totals."""
         self._transfers.clear()
         self._received.clear()
         self._waited.clear()

@@ -36,7 +36,6 @@ class _Slot:
             self._flag[0] = in_use
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The message."""
         return self._bytes[_HEADER_BYTES : _HEADER_BYTES + numel * dtype.itemsize].view(dtype)
 
 

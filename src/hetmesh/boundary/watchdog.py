@@ -124,7 +124,6 @@ class Watchdog:
         return None
 
     def close(self) -> None:
-        """Stop the thread."""
         self._wake.set()
         if self._thread is not None:
             self._thread.join()

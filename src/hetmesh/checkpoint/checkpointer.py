@@ -165,8 +165,7 @@ class Checkpointer:
                 folders.remove_old(self.folder, self.keep_latest)
 
     def wait(self) -> None:
-        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written, or takes longer
-        than the timeout."""
+        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written in time."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -217,8 +216,7 @@ class Checkpointer:
 
         Raises:
             RecipeError: the checkpoint is of other modules or another optimizer.
-            CheckpointError: it cannot be read, or bytes have changed since it was written; tensors may have been
-                overwritten then.
+            CheckpointError: it cannot be read, or has changed since it was written; tensors may be overwritten then.
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):

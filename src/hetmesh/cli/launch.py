@@ -131,8 +131,7 @@ def work(
 
 
 def start_method(workers: int, who: str = "the recipe has") -> Method:
-    """How to start workers: `"fork"` on a CPU under Linux, else `"spawn"`. Raises LaunchError: there are GPUs, but
-    fewer than `workers`."""
+    """How to start workers: `"fork"` on a CPU under Linux, else `"spawn"`. Raises LaunchError: too few GPUs."""
     devices = torch.cuda.device_count()
     if 0 < devices < workers:
         raise LaunchError(

@@ -42,7 +42,6 @@ class Coefficients:
     per_pair: float = 0.0
 
     def at(self, rows: int, pairs: int) -> float:
-        """The value for `rows` and `pairs`."""
         return self.constant + self.per_row * rows + self.per_pair * pairs
 
 

@@ -77,7 +77,6 @@ class WeightShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

@@ -21,8 +21,7 @@ class StageCost:
         backward_input: seconds of the part of the backward that makes the gradient of the stage's input (with what full
             recomputation adds); 0 where nothing before the stage is trainable.
         backward_weight: seconds of the part that makes the gradients of its parameters; 0 where they are frozen.
-        collectives_forward, collectives_backward: how much of these seconds are collectives inside layers (tensor
-            parallelism).
+        collectives_forward, collectives_backward: of these the collectives inside layers (tensor parallelism).
         activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
         forward_bytes, backward_bytes: the most that each holds beyond that at a time.
         split_bytes: kept between the two parts of a split backward beyond that.

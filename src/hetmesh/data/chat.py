@@ -36,8 +36,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as tokens: their ids, the `[start, stop)` spans of those that the assistant says, and the turn of
-    each of these."""
+    """A conversation's token ids, `[start, stop)` spans of what the assistant says, and the turn of each of these."""
 
     ids: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]
@@ -308,6 +307,5 @@ def _backend_of(tokenizer: Any, placeholders: Sequence[str]) -> Any:
 
 
 def _runs(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """`[start, stop)` of the runs of True."""
     edges = [i for i, (a, b) in enumerate(zip([False, *chosen], [*chosen, False], strict=True)) if a != b]
     return tuple(zip(edges[::2], edges[1::2], strict=True))

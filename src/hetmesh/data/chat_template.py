@@ -217,9 +217,8 @@ def _written(render: Render, form: Form, token: str) -> str | None:
 
 @contextmanager
 def time_limit(template: str, key: str) -> Iterator[None]:
-    """Interrupt the Python code of the body, which tries a template, after `MAX_TRIAL_SECONDS`. Every line of it looks
-    at the clock, so it is several times as slow as otherwise. Raises RecipeError: it took longer, or could not be
-    interrupted."""
+    """Interrupt the Python code of the body, which tries a template, after `MAX_TRIAL_SECONDS`; it is several times as
+    slow, as every line looks at the clock. Raises RecipeError: it took longer, or could not be interrupted."""
     if _has_power(template):
         raise RecipeError(f"{key} chat_template: it has a power (**) in it, which may take for ever")
     stop = time.thread_time() + MAX_TRIAL_SECONDS

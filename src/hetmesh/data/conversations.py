@@ -167,20 +167,17 @@ class ConversationsSource:
 
     @property
     def index_inputs(self) -> Mapping[str, Any]:
-        """What its metadata depends on."""
         return self._inputs(self._store.files)
 
     @property
     def store_arrays(self) -> Mapping[str, np.ndarray]:
-        """Where its records lie in the files."""
         return self._store.arrays
 
     def _inputs(self, files: Sequence[Path]) -> dict[str, Any]:
         return {**self._settings, "the files of the data": file_states(files)}
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of conversation `index`. Raises SampleError: it is none, or a media file of changing size cannot be
-        read."""
+        """Metadata of conversation `index`. Raises SampleError: it is none, or a header of its media cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         if self._known is not None:
@@ -228,7 +225,6 @@ class ConversationsSource:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
         return self._chat.end_ids
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:

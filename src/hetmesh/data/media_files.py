@@ -101,8 +101,7 @@ def read_frames(file: BinaryIO, indices: Sequence[int]) -> DecodedFrames:
     between two of them nothing that a key frame makes superfluous.
 
     Raises:
-        ValueError: it is broken, has no video, or a frame is missing; frames of several sizes, or more than
-            `MOST_PIXELS`.
+        ValueError: it is broken, has no video, or lacks a frame; frames of several sizes, or more than `MOST_PIXELS`.
         RecipeError: PyAV is not installed.
     """
     wanted = sorted({int(index) for index in indices})
@@ -201,8 +200,7 @@ def recording_header(file: BinaryIO, rate: int) -> int:
 
 
 def read_recording(file: BinaryIO, rate: int) -> np.ndarray:
-    """The first sound of a recording or video, float32 `[samples]` in -1..1: the mean of its channels, `rate` samples
-    per second.
+    """The first sound of a recording or video, float32 `[samples]` in -1..1: the mean of its channels, `rate` a second.
 
     Raises:
         ValueError: it is broken, ends early, has no sound, another rate than one of `RATES`, several, or more than

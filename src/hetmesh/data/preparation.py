@@ -1,8 +1,7 @@
 """Conversations as a directory's own processor prepares them: tokens, targets, rows and tensors.
 
 Metadata need headers alone (`FromSizes`). Targets are found in the text that the chat template writes, and move along
-with what the processor puts in the place of items; that the tokens stand for what the assistant said is checked each
-time.
+with what the processor puts in the place of items; that tokens stand for what the assistant said is always checked.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Preparation:
         key: prefix of the recipe keys in errors.
 
     Raises:
-        RecipeError: there is no such processor, it does not know an option, or its template does not write items as it
-            expects them.
+        RecipeError: there is no such processor, it does not know an option, or its template writes items otherwise.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], template: str | None, key: str) -> None:
@@ -96,8 +94,7 @@ class Preparation:
         self._rows = frozenset(self.placeholders.values())
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
-        """A conversation of `(role, text)` turns. Raises SampleError: the template or the processor takes no such
-        conversation."""
+        """A conversation of `(role, text)` turns. Raises SampleError: template or processor do not take it."""
         if not self.processor.suffix:
             text, spans = self.chat.text_and_spans(name, messages, further)
             return Turns(text, spans, values=further.values)
@@ -123,8 +120,7 @@ class Preparation:
     def load(
         self, name: str, turns: Turns, media: Media, kinds: Collection[str] | None = None
     ) -> tuple[SampleMeta, Sample]:
-        """The conversation with its media of some `kinds` (None: all); errors as in `meta`. `bytes_read` are those of
-        its media."""
+        """The conversation with its media of some `kinds` (None: all); errors as in `meta`. `bytes_read`: of media."""
         meta, made, read, turn_of = self._prepared(name, turns, media, kinds)
         return meta, replace(self._sample(meta, turns, made, turn_of, kinds), bytes_read=read)
 
@@ -304,7 +300,6 @@ def _grid(processor: Processor, unit: Unit, kind: str, number: int) -> tuple[int
 
 
 def _runs(positions: Sequence[int]) -> list[list[int]]:
-    """Positions in runs of neighbours."""
     all_of = np.array(positions, np.int64)
     parts = np.split(all_of, np.flatnonzero(np.diff(all_of) != 1) + 1)
     return [part.tolist() for part in parts if len(part)]

@@ -35,7 +35,6 @@ class WorkCount:
     collective_bytes: int = 0
 
     def add(self, other: WorkCount) -> None:
-        """Add `other` to it."""
         self.kernels += other.kernels
         self.flops += other.flops
         self.collectives += other.collectives

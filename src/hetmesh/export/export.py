@@ -52,11 +52,9 @@ def export(
         What was written, as lines of text.
 
     Raises:
-        OutputError: `folder` is not empty, cannot be written, does not hold what was written, or values are too large
-            for `dtype`.
+        OutputError: `folder` is not empty, cannot be written or read back equal, or values are too large for `dtype`.
         CheckpointError: the checkpoint cannot be read, has changed, or has other tensors than the recipe's modules.
-        RecipeError: the recipe's directories or data no longer exist; `"directory"`, and the modules do not all come
-            from one.
+        RecipeError: the recipe's directories or data are gone; `"directory"`, and the modules do not all come from one.
     """
     folder = folder.expanduser().absolute()
     with writing(folder):

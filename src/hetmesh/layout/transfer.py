@@ -40,7 +40,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(extent(rows) for rows in self.index)
 
 

@@ -153,8 +153,7 @@ class Adapter(Protocol):
         `num_key_value_heads` it may be a multiple where the plan has `KeyHeads`."""
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        """Encoder: the number of rows of one media item of raw shape `shape`; raises SampleError if it cannot read
-        it."""
+        """Encoder: the number of rows of a media item of raw shape `shape`; raises SampleError if it cannot read it."""
 
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""

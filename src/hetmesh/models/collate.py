@@ -24,8 +24,7 @@ def collate_media(
 
 
 def stacked(items: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, but a read-only view where the items are adjacent in memory, as those from worker processes
-    are."""
+    """`torch.stack`, but a read-only view where the items are adjacent in memory, as from worker processes."""
     first, size = items[0], items[0].nbytes
     start = first.data_ptr()
     storage = first.untyped_storage()

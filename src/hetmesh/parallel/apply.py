@@ -73,7 +73,6 @@ class AdaptedModule(nn.Module):
         self.autocast, self.copies = autocast, copies
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
-        """`adapter.forward`."""
         if (tokens := routed_tokens(self.module)) is not None:
             tokens.note(batch)
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}

@@ -124,8 +124,7 @@ class WholeInStep:
 
 def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The blocks that are gathered by themselves: all but the first, where what belongs to no block (a norm, the
-    embedding of patches) is not larger than it. Both are needed at once, and every gather and every reduction has a
-    latency."""
+    embedding of patches) is not larger than it. Both are needed at once, and each collective has a latency."""
     blocks = list(blocks)
     inside = {id(p) for block in blocks for p in block.parameters()}
     rest = sum(p.numel() for p in root.parameters() if id(p) not in inside)

@@ -2,8 +2,7 @@
 without bringing them together.
 
 Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3: of the logits only a few numbers per target cross between
-ranks. Unlike in torch's `loss_parallel` logits are local tensors, the vocabulary need not divide, and there may be no
-target.
+ranks. Unlike in torch's `loss_parallel` logits are local, the vocabulary need not divide, and targets may be none.
 """
 
 from __future__ import annotations

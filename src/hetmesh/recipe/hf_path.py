@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hetmesh.errors import RecipeError
-from hetmesh.files import hub_hint, json_object, read_file
+from hetmesh.files import hub_hint, json_object
 from hetmesh.recipe.hf_families import MEDIA, family_of, part_of
 from hetmesh.recipe.section import table_in
 
@@ -147,30 +147,6 @@ def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabula
                 f"{where}, but data.options.placeholders.{kind} is token {placeholders[kind]}; name the token that the "
                 "config means, or change the config"
             )
-
-
-def _token(path: str, config: Mapping[str, Any], kind: str) -> str | None:
-    """The text of the token that stands for an item, None where the files do not say."""
-    number = next((config[key] for key in PLACEHOLDER_KEYS[kind] if isinstance(config.get(key), int)), None)
-    if number is None:
-        return None
-    listed = (_read(path, "tokenizer.json") or {}).get("added_tokens")
-    added = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    decoder = table_in(_read(path, "tokenizer_config.json"), "added_tokens_decoder")
-    found = next((entry for entry in added if entry.get("id") == number), table_in(decoder, str(number))).get("content")
-    return found if isinstance(found, str) else None
-
-
-def _is_file(path: str, name: str) -> bool:
-    return (Path(path).expanduser() / name).is_file()
-
-
-def _text(path: str, name: str) -> str | None:
-    file = Path(path).expanduser() / name
-    try:
-        return read_file(file).decode("utf-8") if file.is_file() else None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"{SECTION}.{KEY} = {path!r}: {name} cannot be read: {error}") from error
 
 
 def _read(path: str, name: str) -> Any:

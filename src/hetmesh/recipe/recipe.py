@@ -122,8 +122,7 @@ class Recipe(sections.Section):
         return getattr(self.parallelism, key) if value is None else value
 
     def schedule_place(self, key: str) -> str:
-        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one,
-        wherever it is given."""
+        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one."""
         own = self.parallelism.modules.get(self.sink)
         return f"parallelism.{key}" if own is None or getattr(own, key) is None else f"parallelism.{self.sink}.{key}"
 

@@ -85,8 +85,7 @@ def recipe_problem(
 
 
 def recipe_macro_batch(problem: Problem) -> MacroBatch | None:
-    """What the samples of a problem say about how ranks are divided between modules; None where there is nothing to
-    divide."""
+    """What a problem's samples say about how ranks are divided by module; None where nothing is to be divided."""
     if not 2 <= len(problem.own) <= problem.ranks:
         return None
     return certify(sample_flops(problem, problem.samples), problem.own, problem.ranks)

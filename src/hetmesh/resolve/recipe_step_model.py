@@ -54,8 +54,7 @@ def recipe_step_model(
         profile: its fitted seconds take the place of the analytic ones for every layer.
 
     Raises:
-        RecipeError: a module cannot be built on the meta device, so that its sizes are not known, or the machine is
-            unknown.
+        RecipeError: a module cannot be built on the meta device, so its sizes are not known, or the machine is unknown.
     """
     machine = machine or load_machine(recipe.metrics.machine or "cpu")
     known = {name: shape for name, shape in shapes.items() if shape is not None}

@@ -180,7 +180,6 @@ class ResolvedRecipe:
         self.__dict__.pop("balance", None)  # `check_first_batch` may have asked for it
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
-        """The batch plan of a global batch."""
         return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
 
     @cached_property

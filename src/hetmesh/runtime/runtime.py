@@ -52,8 +52,7 @@ class Runtime:
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
         seed: of everything random; see `hetmesh.parallel.random_state`.
-        finish: called after the last action of a training step, when all gradients of this rank's stages are summed
-            over their lanes.
+        finish: called after the last action of a training step, when this rank's gradients are summed over their lanes.
         whole: of its stages those whose parameters FSDP keeps whole during a step.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
@@ -114,8 +113,7 @@ class Runtime:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
             transfers: of this step and rank, if they were prepared; None: they are worked out on the way.
             settled: whether gradients are final when this returns, for which the host waits for the device. False: the
-                caller sums `changed` over all ranks, along with other numbers, and calls `settle` on all ranks if the
-                sum is not 0.
+                caller sums `changed` over all ranks, and calls `settle` on all if the sum is not 0.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks

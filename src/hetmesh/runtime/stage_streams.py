@@ -19,8 +19,7 @@ class StageStreams:
     what passes between two streams waits for an event, and keeps its memory until the second has read it.
 
     Args:
-        side: for the slices; None runs everything on the current stream. The same in every step: memory belongs to a
-            stream.
+        side: for the slices; None runs everything on the current stream. The same in all steps: memory is a stream's.
     """
 
     def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:

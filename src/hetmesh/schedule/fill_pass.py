@@ -3,8 +3,7 @@
 The order is built action by action, and time runs on each track as it is built. A filler that many tracks run, as the
 lanes of an encoder over all stages of the LLM do, has one place in the total order: a *cut* through the LLM's actions,
 those of a track before it and those after it. Early ranks of a pipeline have their gaps late and late ranks early, so
-the LLM's actions go on only on tracks where the filler does not fit yet: that finds the first cut in which it fits on
-all of them.
+the LLM's actions go on only where the filler does not fit yet: that finds the first cut in which it fits.
 """
 
 from __future__ import annotations

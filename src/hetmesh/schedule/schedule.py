@@ -26,8 +26,7 @@ class PolicyOptions:
         refine: bubble_fill: False: the coarse placement alone, for comparison.
         in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
             LLM's order needs.
-        raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
-            error.
+        raise_in_flight: bubble_fill: what the LLM's order needs is held where `in_flight` is less, not refused.
         validated: False: for a search, which simulates hundreds of schedules and runs none.
     """
 
@@ -82,13 +81,11 @@ class Action:
 
     @property
     def stage(self) -> Stage:
-        """The stage of all other kinds."""
         assert isinstance(self.target, Stage)
         return self.target
 
     @property
     def route(self) -> Route:
-        """The route of a SEND or RECV."""
         assert isinstance(self.target, Edge)
         return Route(self.target, self.microbatch, self.microbatch if self.to is None else self.to)
 

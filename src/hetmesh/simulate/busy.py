@@ -139,8 +139,7 @@ class _Waiting:
 
 
 def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[list[int]]]:
-    """What each action waits for, by the rules of `engine`; and, of each action that keeps ranks busy, the numbers of
-    its sets of lanes."""
+    """What each action waits for, by the rules of `engine`, and the sets of lanes of those that keep ranks busy."""
     waiting, at = _Waiting(), []
     held = [[_joined(loads[track] for track in own) for own in groups] for groups in p.groups]
     tracks = range(len(p.tracks))

@@ -117,8 +117,7 @@ class StageCosts:
     def _each(
         self, microbatches: Sequence[Sequence[RankWork]]
     ) -> Iterator[tuple[int, tuple[list[int], np.ndarray, np.ndarray]]]:
-        """Per microbatch, for each rank its row of what follows; parts of the costs, each different one once; and their
-        seconds."""
+        """Per microbatch, for each rank its row of what follows; different parts of the costs; and their seconds."""
         each = [list(dict.fromkeys(ranks)) for ranks in microbatches]
         first = np.concatenate([[0], np.cumsum([len(ranks) for ranks in each])])
         ranks = [rank for microbatch in each for rank in microbatch]
@@ -297,8 +296,7 @@ class StageCosts:
     @cached_property
     def _scattered(self) -> int:
         """What FSDP sums of the root at the end of a backward: whole gradients as the backward left them, these copied
-        into one message in the dtype in which they are summed, and what comes of that. The first are gone when the last
-        is made."""
+        into one message in the dtype of the sum, and what comes of it, for which the first are gone."""
         root, itemsize = self._gathered_together.get("", 0), self.options.sum_dtype.itemsize
         if not self.contents.trained:
             return 0

@@ -94,7 +94,6 @@ class StepModel:
         }
 
     def shape(self, module: str) -> ModuleShape:
-        """The sizes of a module."""
         return self._modules[module].shape
 
     @cached_property

@@ -49,7 +49,6 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of samples that are right."""
         return float(self.right.double().mean())
 
     @property

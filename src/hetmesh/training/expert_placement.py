@@ -192,8 +192,7 @@ class ExpertPlacement:
         return {n: {"placements": [*map(list, self.placements[n])], "tokens": tokens[n]} for n in self.every}
 
     def restore(self, saved: Mapping[str, Mapping[str, Sequence[Sequence[int]]]], optimizers: Optimizers) -> None:
-        """Go on from a `state`, which may be of another layout, once experts are loaded in the places of their numbers.
-        Collective."""
+        """Go on from a `state` (of any layout) once experts are loaded in the places of their numbers. Collective."""
         for name in [name for name in self.every if name in saved]:
             self._bring({name: [tuple(placement) for placement in saved[name]["placements"]]}, optimizers)
             if self.world.rank == 0:  # the others' shares are in its sums

@@ -29,8 +29,7 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def squared_norm(
     parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = (), device: torch.device | None = None
 ) -> Tensor:
-    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on whatever devices they lie. Float64,
-    0-d.
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on any devices. Float64, 0-d.
 
     Args:
         others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then

@@ -16,8 +16,7 @@ from hetmesh.parallel import ParallelModule
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
 `batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its sample ->
-the SUM over these targets, a scalar; a connected 0 without any. It runs on every rank that computes logits, in every
-microbatch."""
+the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every microbatch."""
 
 
 def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -48,8 +47,7 @@ def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[s
 
 
 class CheckedLoss:
-    """A custom loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
-    are in.
+    """A custom loss, refused where it is no sum: a mean would weigh targets by their microbatch and rank.
 
     Raises:
         LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several

@@ -2,8 +2,7 @@
 
 Free running: a model answers without seeing any part of the true answer, on the layout that trains. One token a round:
 all ranks evaluate the samples, each with its answer so far, and every rank knows the most likely next token of each. So
-any layout will do, and nothing is computed that an evaluation does not compute; the price is a forward of everything
-per token.
+any layout will do, and nothing is computed that an evaluation does not; the price is a forward per token.
 """
 
 from __future__ import annotations

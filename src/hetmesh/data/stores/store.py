@@ -99,12 +99,10 @@ class FileSpan:
 
     @property
     def name(self) -> str:
-        """A member's name, or the file's."""
         return self.member or self.path.name
 
     @property
     def length(self) -> int:
-        """Its bytes."""
         if self.size is not None:
             return self.size
         try:
@@ -116,7 +114,6 @@ class FileSpan:
         return status.st_size - self.offset
 
     def read(self) -> bytes:
-        """All of it."""
         length = self.length
         with self.path.open("rb", buffering=0) as file:  # a buffer would be filled, also for a short text
             file.seek(self.offset)
@@ -165,7 +162,6 @@ class RecordBlob:
     read: Callable[[], bytes] = field(repr=False)
 
     def open(self) -> BinaryIO:
-        """A file of it."""
         return io.BytesIO(self.read())
 
 

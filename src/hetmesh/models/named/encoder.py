@@ -50,12 +50,10 @@ class EncoderAdapter(AdapterDefaults):
 
     @property
     def media_shape(self) -> tuple[int, ...]:
-        """Shape of one item."""
         raise NotImplementedError
 
     @property
     def rows_per_item(self) -> int:
-        """Rows that one item becomes."""
         raise NotImplementedError
 
     @property

@@ -1,5 +1,4 @@
-"""Qwen3-VL's LLMs (transformers' Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes,
-DeepStack features."""
+"""Qwen3-VL's LLMs (Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes, DeepStack."""
 
 from __future__ import annotations
 

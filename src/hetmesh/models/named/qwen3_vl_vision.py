@@ -41,8 +41,7 @@ TENSOR_PARALLEL_PLAN: Mapping[str, str] = MappingProxyType(
         for fc, style in (("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
     }
 )
-"""Attention is not split: queries, keys and values are one linear layer, whose output cannot be split evenly by
-head."""
+"""Attention is not split: queries, keys and values are one linear layer, whose output cannot be split by head."""
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
-        call: how items that a source hands over as tensors are given to it; None: only units of the directory's
-            processor are.
+        call: how items that are tensors are given to it; None: only units of the directory's processor are.
         units: how those that the directory's processor makes are; None: it has none.
         projects: its rows are those for the LLM; else what the projector takes, which is a separate module.
     """
@@ -239,8 +238,7 @@ class HfEncoderAdapter(PartAdapter):
 
     @property
     def _blank(self) -> dict[str, Any]:
-        """The smallest item, which a batch without items computes and drops: every parameter takes part in every
-        microbatch."""
+        """The smallest item, which a batch without items computes and drops: all parameters take part in every one."""
         if self.units is not None:
             return self.units.blank()
         assert self.call is not None

@@ -155,8 +155,7 @@ class UserItemsEncoder(UserAdapter):
         return self.checked(module, module(items), sum(self.item_rows(tuple(i.shape)) for i in items), len(items))
 
     def _rows_of_blank(self, module: nn.Module) -> Tensor:
-        """No rows, computed of a blank item. Parameters get no gradient from it, as a blank may enter other layers than
-        items do."""
+        """No rows, of a blank item. Parameters get no gradient from it: it may enter other layers than items do."""
         device = next((p.device for p in module.parameters()), None)
         item = as_parameters(module, torch.zeros(self.blank, device=device))
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):

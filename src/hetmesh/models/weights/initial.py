@@ -154,8 +154,7 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Initial:
-    """The initial values of a parameter. Indexing with slices (without steps) draws the blocks needed and gives the
-    elements.
+    """The initial values of a parameter. Indexing with slices (without steps) draws the blocks needed.
 
     Attributes:
         shape, dtype: of the drawn values; the parameter may have another dtype.

@@ -94,8 +94,7 @@ class Pretrained:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The safetensors files. Raises RecipeError if there are none, or only pickles, or one that the index names is
-        missing."""
+        """The safetensors files. Raises RecipeError: there are none, or only pickles, or one is missing."""
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
             stored = json_object(indices[0], self).get("weight_map")

@@ -32,7 +32,6 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

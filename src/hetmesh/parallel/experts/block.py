@@ -89,8 +89,7 @@ class ExpertBlock(nn.Module):
         places: the place of each expert, int64 `[experts]`; None where each is at its own number.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
         balances: whether this rank adds the load-balancing loss's gradient.
-        enter, leave: of tensor parallelism: what is done to rows on their way into the experts, and to each rank's
-            summand of the output.
+        enter, leave: what tensor parallelism does to rows that enter, and to a rank's summand of the output.
     """
 
     gate: nn.Module
