@@ -52,8 +52,7 @@ def least_loaded(
     ties: np.ndarray | None = None,
     limit: int = 0,
 ) -> np.ndarray:
-    """Each sample of `order` in turn to the bin with the least load so far. The bin of each, int64 `[samples]`; -1 for
-    those not in `order`.
+    """Each sample of `order` in turn to the bin with the least load: int64 `[samples]`, -1 for those not in `order`.
 
     Args:
         order: int64: samples.

@@ -1,7 +1,6 @@
 """Local peers: ranks on this host, with which messages are exchanged through shared memory instead of a socket.
 
-The sender packs into a slot of shared memory (`shared_memory.py`) and writes into the receiver's mailbox where; the
-receiver puts the message in place from there.
+The sender packs into a slot of shared memory and writes where into the mailbox of the receiver, who unpacks it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _CLOSING_POLL_S = 1e-3  # between looks at what others have yet to read, when th
 
 
 class MessageHeader(NamedTuple):
-    """What a sender tells the receiver: its rank, the tag, its file descriptor of the memory, where the message starts
-    in there, and its number of elements."""
+    """What a sender tells the receiver: its rank, the tag, file descriptor, start in the memory, number of elements."""
 
     source: int
     tag: int

@@ -57,8 +57,7 @@ class Channels:
 def job_groups(
     graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
 ) -> tuple[Ranks, ...]:
-    """All groups of several ranks of a job, besides torch's default one. Groups of equal ranks are one group, except
-    for channels, of which each is one more.
+    """All groups of several ranks of a job, besides torch's default one. Equal ranks are one group, but for channels.
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.

@@ -44,8 +44,7 @@ class Checkpointer:
     parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules and
     the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
-    Methods are collective, and a CheckpointError or RecipeError is the same on every rank, except for `steps`,
-    `remove_old` and `close`.
+    Methods are collective, and their errors the same on every rank, except for `steps`, `remove_old` and `close`.
 
     Args:
         folder: of the step folders.

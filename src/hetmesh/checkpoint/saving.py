@@ -80,8 +80,7 @@ class PendingSave:
         return self.error
 
     def wait_named(self) -> str:
-        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks need not wait after
-        their part is written."""
+        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks need not wait."""
         if not self._named.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):  # it gives up by itself before
             return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
         return self.error

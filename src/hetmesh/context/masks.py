@@ -1,5 +1,4 @@
-"""Masks of samples, the recipe's `attention_mask` among them: to add one, write its function here and enter it in
-`MASKS`."""
+"""Masks of samples, a recipe's `attention_mask` among them: a new one is a function here, entered in `MASKS`."""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def of_sample(sample: SampleMeta, *, instances_see: Sees = Sees.NOTHING) -> Mask
 
 
 def runs_of_sample(sample: SampleMeta) -> Mask:
-    """Rows that lie side by side are an instance, of whatever items, and instances see all that lies before them: as
-    transformers has it for Gemma 3."""
+    """Rows side by side are an instance, of whatever items, and instances see all before them: as Gemma 3's do."""
     runs: list[tuple[int, int]] = []
     for start, rows in (span for item in sample.media if item.rows for span in item.spans):
         if runs and runs[-1][1] == start:

@@ -126,8 +126,7 @@ def share_media(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[Lane
 
 
 def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask | None]:
-    """The tokens of one lane in one microbatch of `module`, and what they see of each other where they are packed.
-    `samples` are expanded."""
+    """The tokens of one lane in one microbatch of `module`, and what they see where packed. `samples` are expanded."""
     if module.tokens_per_row:
         return share_media(module, samples)
     lengths = [sample.tokens for sample in samples]

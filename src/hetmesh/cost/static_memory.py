@@ -79,8 +79,7 @@ def static_memory(
 
 @dataclass(frozen=True)
 class _Split:
-    """Sizes of the axes along which ranks hold different parts, and whether FSDP shards what are no experts (`dense`)
-    over `dp_shard` and `ep` together."""
+    """Sizes of the axes along which ranks hold different parts; `dense`: FSDP shards all but experts, too."""
 
     pp: int
     tp: int

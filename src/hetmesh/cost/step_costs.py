@@ -73,8 +73,7 @@ class StageBytes:
         gathered: parameters that FSDP gathers for a forward and keeps for the backward, while one is to come.
         summed: copies of gradients that are packed to be summed over ranks after the last backward.
         gathering: of the bytes that an action holds for a moment, those of parameters that FSDP gathers for it alone.
-        scattered: whole gradients of what FSDP gathers for all of a forward, while they are summed to shards at the end
-            of each backward.
+        scattered: whole gradients of what FSDP gathers for a whole forward, while they are summed to shards.
         whole: whether `gathered` stays from its first action of a step to the last, whose end the sums are at, and
             `gradients` are there from then on.
         whole_gradients: what adds up meanwhile, from the first backward on.

@@ -296,10 +296,7 @@ class ConversationsSource:
         if self.preparation is not None:
             turns = self.preparation.turns(name, messages, further)
             return _Conversation(name, Encoded((), ()), tuple(media), stored.size, turns)
-        if self._known is None or self.values:
-            encoded = self._chat.encode(name, messages, further)
-        else:  # the index has the targets
-            encoded = Encoded(self._chat.ids(name, messages, further), ())
+        encoded = self._chat.encode(name, messages, further)
         if (written := self._kinds_in(encoded.ids)) != (kinds := [kind for kind, _ in media]):
             raise SampleError(
                 f"sample {name!r}: its text has placeholders of {written}, its media are {kinds}; "

@@ -81,6 +81,7 @@ class DigitsSource:
         RecipeError: an unknown split, `max_images` or `max_strip` below 1, or `tail` below 0.
     """
 
+    vocabulary: Sequence[str] = VOCABULARY
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     end_ids = (END,)
@@ -178,7 +179,8 @@ class DigitsSource:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token; a token outside the vocabulary shows as `<7?>`."""
-        known = [VOCABULARY[t] if 0 <= t < len(VOCABULARY) else f"<{t}?>" for t in map(int, tokens)]
+        texts = self.vocabulary
+        known = [texts[t] if 0 <= t < len(texts) else f"<{t}?>" for t in map(int, tokens)]
         return "".join(known[: known.index("<end>")] if "<end>" in known else known)
 
     @property

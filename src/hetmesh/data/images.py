@@ -26,9 +26,8 @@ SIZES = ((64, 96), (230, 150), (1000, 1000))
 
 
 class ImageProcessor:
-    """The image processor of a directory (transformers' `AutoImageProcessor`), for models that take images one by one:
-    `[channels, height, width]` each. One that makes more of an image, or several tiles, belongs to a directory whose
-    whole processor prepares samples.
+    """The image processor of a directory (transformers' `AutoImageProcessor`), for models that take images one by one,
+    `[channels, height, width]` each. One that makes tiles is for whole processors.
 
     Args:
         folder: the directory.
@@ -94,8 +93,7 @@ class ImageProcessor:
 
 
 def open_image(file: BinaryIO | Path) -> Image:
-    """An image whose header has been read. Raises OSError, ValueError: it is none, has too many pixels, or is one that
-    Pillow has another program draw."""
+    """An image whose header has been read. Raises OSError, ValueError: it is none, too large, or an EPS program."""
     from PIL import Image as pillow
 
     image = pillow.open(file)

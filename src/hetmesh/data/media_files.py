@@ -151,8 +151,7 @@ def _frames_said(stream: Any) -> int | None:
 
 
 def _spans(packets: Sequence[Any], times: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of packets, `(first, one past the last)`, that hold the frames shown at `times`, which ascend, with all
-    that these depend on."""
+    """Stretches of packets, `(first, one past the last)`, of frames shown at rising `times` and all that these need."""
     at = {packet.pts: i for i, packet in enumerate(packets) if not packet.is_discard}
     keys = [i for i, packet in enumerate(packets) if packet.is_keyframe]
     spans: list[tuple[int, int]] = []

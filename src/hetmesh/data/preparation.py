@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hetmesh._processes import one_torch_thread
-from hetmesh.data.chat import Chat
+from hetmesh.data.chat import Chat, runs_of
 from hetmesh.data.images import open_image, upright, upright_size
 from hetmesh.data.media_files import (
     VideoHeader,
@@ -181,7 +181,7 @@ class Preparation:
         else:
             chosen = self._chosen(name, turns, made)
         chosen[0] = None
-        targets = tuple((r[0], r[-1] + 1) for r in _runs([i for i, turn in enumerate(chosen) if turn is not None]))
+        targets = runs_of([turn is not None for turn in chosen])
         meta = SampleMeta(name, len(made.ids), placed, targets)
         return meta, made, [turn for turn in chosen if turn is not None]
 
@@ -198,8 +198,7 @@ class Preparation:
             return upright(image, bool(getattr(self.processor.own.image_processor, "do_convert_rgb", False)))
 
     def _frames(self, header: VideoHeader) -> Any:
-        """transformers' metadata of a video, with the frames that the processor wants. Raises ValueError: it wants
-        none, or more than are read."""
+        """transformers' metadata of a video, with the frames wanted. Raises ValueError: none, or too many."""
         metadata = header.metadata()
         indices = self.processor.wanted_frames(metadata)
         if not indices:
@@ -279,10 +278,10 @@ def placed_items(name: str, processor: Processor, made: Made, kinds: Sequence[st
     for place in made.places:
         token = processor.row_tokens[place.kind]
         first, stop = (bisect.bisect_left(starts, at) for at in place.after)
-        runs = _runs([i for i in range(first, stop) if made.ids[i] == token])
+        runs = runs_of([token_id == token for token_id in made.ids[first:stop]])
         if not runs:
             raise SampleError(f"sample {name!r}: the processor gives no rows to its {place.kind!r}")
-        spans = tuple((run[0], len(run)) for run in runs)
+        spans = tuple((first + begin, end - begin) for begin, end in runs)
         grid = _grid(processor, made.units[place.kind], place.kind, seen[place.kind])
         seen[place.kind] += 1
         found.append(MediaItem(place.kind, (), spans[0][0], sum(rows for _, rows in spans), grid, spans))
@@ -297,9 +296,3 @@ def _grid(processor: Processor, unit: Unit, kind: str, number: int) -> tuple[int
     grid = frames, height // processor.merge, width // processor.merge
     seconds = next((unit[key] for key in SECONDS if kind == "video" and key in unit), None)
     return grid if seconds is None else (*grid, round(float(seconds[number]) * PICOSECONDS))
-
-
-def _runs(positions: Sequence[int]) -> list[list[int]]:
-    all_of = np.array(positions, np.int64)
-    parts = np.split(all_of, np.flatnonzero(np.diff(all_of) != 1) + 1)
-    return [part.tolist() for part in parts if len(part)]

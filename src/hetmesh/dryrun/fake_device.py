@@ -197,8 +197,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class FakeBackend(Nccl):
-    """The backend of a dry run: messages as NCCL would carry them, to ranks that do not exist. Nothing is sent; what is
-    received has the planned shape."""
+    """The backend of a dry run: messages as NCCL's, to ranks that do not exist: received is the planned shape."""
 
     device_type: str = NAME
     arrived: Arrived = field(default_factory=Arrived)

@@ -44,8 +44,7 @@ def export(
 
     Args:
         dtype: of the weights; `"directory"`: of each as in the directory that all modules come from; None: as trained.
-        merge: add LoRA adapters to the weights; else they are written as peft's adapter directory `adapter`, beside the
-            weights without them.
+        merge: add LoRA adapters to the weights; else they are peft's directory `adapter` beside the weights.
         largest: bytes of a file.
 
     Returns:

@@ -13,8 +13,7 @@ S = TypeVar("S")
 
 
 class HashedOnce:
-    """For frozen dataclasses that are looked up in caches at every step; they must say `__hash__ =
-    HashedOnce.__hash__`, or dataclass writes another.
+    """For frozen dataclasses that are looked up at every step; they say `__hash__ = HashedOnce.__hash__` themselves.
 
     A pickle leaves the hash out: strings hash differently in another process, where equal values would miss in caches.
     """

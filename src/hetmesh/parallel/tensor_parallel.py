@@ -79,8 +79,7 @@ def within(name: str, *prefixes: str) -> bool:
 
 
 def style_name(style: str | ParallelStyle) -> str | None:
-    """The name of a style: the name itself, or that of the style that does what a plain `ColwiseParallel` or
-    `RowwiseParallel` of torch does; None for others."""
+    """The name of a style, also of torch's plain `ColwiseParallel` and `RowwiseParallel`; None for others."""
     if not isinstance(style, ParallelStyle):
         return style
     layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)

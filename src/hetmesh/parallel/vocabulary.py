@@ -43,8 +43,7 @@ class VocabularyShards:
     def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum over targets, equal on every rank; a connected 0 without any. Nothing waits for the device.
 
-        Half precision is raised to fp32, a part of the rows at a time; kept for the backward are the logits as they
-        came, and one number per target.
+        Half precision is raised to fp32, some rows at a time; the backward keeps the logits and one number per target.
 
         Args:
             logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.

@@ -139,8 +139,7 @@ def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
 
 
 def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[int, ...]]:
-    """Numbers of ranks for the modules of `problem.own`, each on ranks of its own: near shares of their work, and what
-    a machine's nodes suggest.
+    """Numbers of ranks for `problem.own`, each on its own: near shares of their work, and what nodes suggest.
 
     Args:
         work: FLOPs of each over a batch.

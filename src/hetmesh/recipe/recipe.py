@@ -56,8 +56,7 @@ class Recipe(sections.Section):
 
     @cached_property
     def wiring(self) -> Wiring:
-        """Which modules there are, who feeds whom and where each lies. The ModuleGraph is made of it and of the models
-        (`hetmesh.resolve.resolved`)."""
+        """Which modules there are, who feeds whom and where each lies. With the models it makes the ModuleGraph."""
         # Meshes import torch (a second or more): a misspelt key is reported before that.
         from hetmesh.recipe.wiring import wiring
 

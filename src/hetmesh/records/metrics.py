@@ -25,8 +25,7 @@ class StepCost:
 
     Attributes:
         flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
-        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step at their peak in
-            the dtype in which it computes.
+        module_mfu: the module's FLOPs over what its ranks could have done in the step at their peak in its dtype.
         mfu: the time that all allocated ranks would have needed at their peak, over the time that they took.
         imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
     """

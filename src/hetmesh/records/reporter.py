@@ -187,8 +187,7 @@ class Reporter:
             self.console.lost(error.strerror or type(error).__name__)
 
     def close(self) -> None:
-        """Flush and close everything. Raises OutputError: not all could be written; where an error is on its way
-        already, that one is raised."""
+        """Flush and close everything. Raises OutputError: not all could be written; or the error that is on its way."""
         if not self.active:
             return
         failing = sys.exception() is not None

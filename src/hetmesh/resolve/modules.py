@@ -75,8 +75,7 @@ def fill_module(
     device: torch.device | str = "cpu",
     roots: Sequence[nn.Module] = (),
 ) -> None:
-    """Give a `deferred_module`, sharded or not, memory on `device` for what this rank holds, and its weights: read from
-    the module's directory, else drawn.
+    """Give a `deferred_module`, sharded or not, memory on `device` for what this rank holds, and its weights.
 
     Args:
         roots: the modules that wrap it or parts of it, where FSDP was applied to these.

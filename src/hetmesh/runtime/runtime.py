@@ -34,8 +34,7 @@ Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
 
 Recording = list[tuple[Action, float, float]]
-"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
-sums begin, and when they are waited for."""
+"""What a rank did: action, start and stop by `time.perf_counter`. A REDUCE comes twice: begun, and waited for."""
 
 Collectives = list[tuple[bool, float, float]]
 """Collectives inside its modules: whether one gathers parameters, start and stop as in `Recording`."""

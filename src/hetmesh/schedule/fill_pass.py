@@ -46,8 +46,7 @@ DEFAULT_ORDER = FillOrder()
 
 
 def lazy(problem: FillProblem) -> Filled:
-    """Fillers run when the sink's module cannot go on without them, and backwards as soon as they can: no valid order
-    of these forwards holds less."""
+    """Fillers run when the sink's module needs them, backwards as soon as they can: no valid order holds less."""
     return _Pass(problem, None, lambda i, _: i >= problem.backwards).run()
 
 

@@ -124,8 +124,7 @@ class Schedule:
     beside: frozenset[Stage] = NO_STAGES
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """The actions in which `rank` takes part. Both sides of an edge take part in its SEND: the receiving one posts
-        its receives there."""
+        """The actions in which `rank` takes part. A receiver takes part in the SEND: it posts its receives there."""
         held = {stage for stage in self.stages.stages if rank in self.stages.ranks_of(stage)}
         return tuple(action for action in self.actions if takes_part(action, held))
 
@@ -221,8 +220,7 @@ def holding(
 ) -> Iterator[tuple[Stage, int, int]]:
     """(stage, microbatch, 1) where a stage begins to hold a microbatch, and (stage, microbatch, -1) where it lets go.
 
-    A stage without a backward lets go of a microbatch when the last forward that reads it is over; what nobody reads it
-    does not hold at all.
+    A stage without a backward holds a microbatch until the last forward that reads it, if any.
     """
     last = {s: (backward_kinds(s, stages, split) or (None,))[-1] if training else None for s in stages.stages}
     waiting: dict[tuple[Stage, int], int] = {}
@@ -333,8 +331,7 @@ def schedule_of(
     validated: bool = True,
     **flags: frozenset[Stage],
 ) -> Schedule:
-    """The validated schedule of compute actions in that order, with their messages; gradients of a stage are reduced
-    after its last backward.
+    """The validated schedule of compute actions in that order, with messages and, after last backwards, reductions.
 
     Args:
         validated: False: it is not.

@@ -61,8 +61,7 @@ class Evaluation:
 def evaluate(job: Job, source: Source, limit: int | None = None, silent: Collection[int] = ()) -> Evaluation:
     """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
 
-    Training goes on afterwards as if this had not been: modules are in evaluation mode for the duration (no dropout),
-    and the random state is left as it was.
+    Training goes on as if this had not been: the random state is left as it was, and modules are in evaluation mode.
 
     Args:
         silent: tokens that are never guessed.

@@ -1,5 +1,4 @@
-"""How even the routing of a step was, and experts that change places in a run: moved every few steps to where the
-tokens since the last time are even.
+"""How even the routing of a step was, and experts that move every few steps to where the tokens since then are even.
 
 Values throughout, equal on all ranks: which expert lies where, by module and block, follows from sums over all ranks.
 Checkpoints have experts in the order of their numbers, so that every layout reads them, and record where they lay.
@@ -34,8 +33,7 @@ State = dict[str, dict[str, list[list[int]]]]
 
 
 class ExpertLoads:
-    """The load-balancing loss and the tokens of each expert in the last step, over all ranks. Values stay on their
-    device until they are read together.
+    """The load-balancing loss and tokens of each expert in the last step, over all ranks; on their device until read.
 
     Args:
         parallel: the modules of this rank.
@@ -83,8 +81,7 @@ class ExpertLoads:
         return routed_tokens(parallel.module) if coordinate.get("tp", 0) == 0 else None
 
     def read(self, sums: Tensor, targets: int, placements: Mapping[str, Sequence[Placement]]) -> Loads:
-        """From the sum of all ranks' `mine`, on the CPU, the targets of the step, and where experts lay in it, by
-        module and block."""
+        """From the sum of all ranks' `mine`, the step's targets, and where experts lay in it, by module and block."""
         out: dict[str, dict[str, float]] = {}
         for name, rows in self.rows(sums).items():
             tokens = rows[:, 1:]
@@ -152,8 +149,7 @@ class ExpertPlacement:
         self._noted = torch.zeros(width, dtype=torch.float64, device=self.world.device)
 
     def after_step(self, step: int, optimizers: Optimizers) -> dict[str, Moved]:
-        """Note what experts got in step `step`, which has just been taken, and move those of modules that are due.
-        Collective over all ranks of the job."""
+        """Note what experts got in step `step`, just taken, and move those of modules that are due. Collective."""
         if not self.every:
             return {}
         self._noted += self.loads.mine()

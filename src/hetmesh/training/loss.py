@@ -39,8 +39,7 @@ def check_values(source: Source, loss: CustomLoss | None) -> None:
 
 
 def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `sink` gives on this rank, which may be a share of the vocabulary; None:
-    this rank computes none."""
+    """`sum_cross_entropy` of the logits that `sink` gives on this rank, maybe a share of the vocabulary; None: none."""
     if sink is None or (vocabulary := sink.vocabulary) is None:
         return sum_cross_entropy
     return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
@@ -103,8 +102,7 @@ class CheckedSampleLoss(CheckedLoss):
     mean_hint = "for a mean divide once, by divide_by of Pipeline.step"
 
     def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
-        """The batch of some of the `n` samples; None if the last part returns several rows of a sample, or one of
-        several."""
+        """The batch of some of the `n` samples; None if the last part returns no single row of a sample."""
         if any(len(value) != n for value in batch.values() if isinstance(value, Tensor)):
             return None
         return {key: value[span] if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -1,5 +1,4 @@
-"""What a run prints beside its metrics: warnings about a step, each printed once and then counted; at the end, where
-its results are and which commands use them."""
+"""What a run prints beside its metrics: warnings, each once and then counted; where results are, and what uses them."""
 
 from __future__ import annotations
 

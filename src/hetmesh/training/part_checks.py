@@ -16,8 +16,7 @@ Parameters = tuple[tuple[str, str], ...]
 
 
 def described_parameters(module: nn.Module, sums: SharedSums) -> Parameters:
-    """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, which are shared with other
-    parts, and which are trained."""
+    """What `check_equal_parameters` compares: names, whole shapes, dtypes, which are shared, and which are trained."""
     shared = {id(p) for parameters, _ in sums for p in parameters}
     return tuple(
         (

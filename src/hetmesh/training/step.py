@@ -71,8 +71,7 @@ class TrainingStep:
         return replace(planned, plan=plan, unreadable=unreadable)
 
     def run(self, planned: PlannedStep, max_norm: float, computed: Callable[[], bool] = lambda: False) -> StepResult:
-        """Leave the clipped gradient of the loss per target in `.grad` of every parameter, in place of what is there.
-        Collective over all ranks.
+        """Leave the clipped gradient per target in `.grad` of every parameter, in place of what is there. Collective.
 
         Args:
             max_norm: clips the gradient of all modules together; 0 does not.

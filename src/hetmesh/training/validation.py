@@ -105,8 +105,7 @@ _UNREADABLE = _Truth([], 0, readable=False)
 
 
 def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
-    """Those of the first samples. With `[data] on_bad_sample = "skip"`, what any rank cannot read is not `readable`.
-    Collective.
+    """Of the first samples. With `on_bad_sample = "skip"`, what any rank cannot read is not `readable`. Collective.
 
     Raises:
         SampleError: a sample cannot be read, and shall not be skipped.

@@ -89,8 +89,7 @@ def _in_windows(
 
 
 def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment) -> Iterator[Callable[[], Assignment]]:
-    """What is tried beside `first`, `two_dim`'s result with these bins. Policies that are not here were never faster by
-    1% on any law of `tools/bench.py balance`."""
+    """What is tried beside `first`, `two_dim`'s result. Others were never 1% faster (`bench.py balance`)."""
     if not slots.free:
         for *_, fewer in _in_windows(loads, slots, fewer_windows(loads, slots)):
             found = replace(fewer, microbatches=slots.microbatches)  # with empty ones at its end

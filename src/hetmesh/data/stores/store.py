@@ -184,8 +184,7 @@ def data_url(url: str, again: Callable[[], str]) -> RecordBlob:
 
 
 def npy_shape(file: BinaryIO, length: int, kinds: str = "fiu") -> tuple[int, ...]:
-    """The shape of the array that `file` holds from here on, from its header, whose claims are compared with the bytes
-    that there are, before memory is taken.
+    """The shape of the array that `file` holds from here on, from its header, whose claims are compared with its bytes.
 
     Args:
         length: bytes of the file.

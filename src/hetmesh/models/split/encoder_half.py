@@ -54,8 +54,7 @@ class HfEncoderAdapter(PartAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfEncoderAdapter:
-        """The adapter of a recipe's module. Everything is in its directory but one config key, `projector` (true):
-        whether the projector is part of it."""
+        """The adapter of a recipe's module. Its one config key is `projector` (true): whether that is part of it."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         check_keys(request, ("projector",))

@@ -268,8 +268,7 @@ def features_of(model: Any, media: str) -> Any:
 
 
 def whole_model(pretrained: Pretrained) -> WholeModel:
-    """The model that a directory describes; made once per directory. Raises RecipeError if it is no multimodal model of
-    transformers that can be split."""
+    """The model that a directory describes; made once per directory. Raises RecipeError: it cannot be split."""
     _ = pretrained.config
     stamp = (pretrained.path / "config.json").stat().st_mtime_ns
     return _whole_model(pretrained.path.resolve(), stamp, pretrained.key)

@@ -83,8 +83,7 @@ class UserAdapter(AdapterDefaults):
         return 1 if self.is_last(module) or self.abilities.activation is None else self.abilities.activation.per_row
 
     def checked(self, module: nn.Module, output: Any, rows: int, items: int) -> Tensor:
-        """`output` as `[rows, features]`. Raises BoundaryError if it is not of that shape, or, between two stages, not
-        of the declared one."""
+        """`output` as `[rows, features]`. Raises BoundaryError: it is not, or, between two stages, not as declared."""
         width, between = self.out_features, self.abilities.activation
         if not self.is_last(module) and between is not None:
             rows, width = rows * between.per_row + items * between.per_item, between.features

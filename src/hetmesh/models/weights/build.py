@@ -144,8 +144,7 @@ class DeferredModule:
 
 
 def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> DeferredModule | str:
-    """The module that `build` makes, with the recorded operations that initialise its parameters; or the reason why
-    these cannot be replayed."""
+    """The module that `build` makes, with the recorded operations that initialise it; or why there are none."""
     recorder = Recorder(f"{seed}:{name}")
     try:
         with random_state(name, seed), _nan_in_new_memory(), recorder:

@@ -192,8 +192,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One node of the graph for all experts, so that what is computed again by activation checkpointing keeps the same
-    tensors however the tokens are routed."""
+    """One node of the graph for all experts, so that activation checkpointing keeps the same tensors however routed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -19,8 +19,7 @@ class TokenRoute:
 
     Attributes:
         source: int64 `[copies]`: the row of each copy.
-        places: int64 `[rows, most]`: the copies of each row, in the order in which they are summed; a number of at
-            least `copies` stands for none.
+        places: int64 `[rows, most]`: the copies of each row, in the order of their sum; from `copies` on none.
         full: whether every row has `most` copies.
     """
 
