@@ -258,10 +258,8 @@ _STATE = slice(3, 3 + 624)  # of Mersenne Twister, in a CPU generator's state as
 
 def seeded_generator(seed: int) -> torch.Generator:
     """A generator of the CPU that depends on all bits of `seed`, at least 0, however many; `manual_seed` takes 32.
-
-    Raises:
-        RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so far.
-    """
+    Raises RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so
+    far."""
     generator = torch.Generator().manual_seed(5489)
     state = generator.get_state()
     words = state.numpy()[: _STATE.stop * 8].view(np.uint64)

@@ -57,11 +57,7 @@ class _Now:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The CPU: what is asked of it is done before the call returns.
-
-    Attributes:
-        device: where this process computes.
-    """
+    """The CPU: what is asked of it is done before the call returns. `device`: where this process computes."""
 
     device: torch.device = _CPU
 
@@ -102,11 +98,7 @@ class Accelerator:
         return nullcontext()
 
     def event(self, *, timing: bool = False) -> Event:
-        """An event, not yet recorded.
-
-        Args:
-            timing: whether `elapsed_time` will be asked.
-        """
+        """An event, not yet recorded. `timing`: whether `elapsed_time` will be asked."""
         return _Now()
 
     def used_by(self, tensor: Tensor, stream: Any) -> None:

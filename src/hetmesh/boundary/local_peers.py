@@ -65,10 +65,8 @@ class Mailbox:
     those of one sender with one tag keep their order.
 
     A pipe wakes only the thread that waits for it. A message of gloo wakes a thread on each side besides, which costs
-    several times as much as copying 24 KB. `handle` tells others how to reach the mailbox.
-
-    Raises:
-        OSError: this system has nothing of the kind, or no file descriptor is left.
+    several times as much as copying 24 KB. `handle` tells others how to reach the mailbox. Raises OSError: this system
+    has nothing of the kind, or no file descriptor is left.
     """
 
     def __init__(self, rank: int) -> None:
@@ -123,11 +121,8 @@ class LocalPeer:
                 self.process_fd = os.pidfd_open(handle.process)
 
     def send(self, tag: int, start: int, numel: int, timeout: float) -> None:
-        """Tell it where a message lies. Returns at once unless thousands are unread there.
-
-        Raises:
-            RuntimeError: its mailbox stayed full for `timeout` seconds, or its process has ended.
-        """
+        """Tell it where a message lies. Returns at once unless thousands are unread there. Raises RuntimeError: its
+        mailbox stayed full for `timeout` seconds, or its process has ended."""
         assert self.writer.fd is not None
         record = _RECORD.pack(self.mailbox.handle.rank, tag, self.writer.fd, start, numel)
         deadline = time.monotonic() + timeout
@@ -174,11 +169,8 @@ class PendingReceive:
     _header: MessageHeader | None = None
 
     def wait(self, timeout: timedelta = timedelta(seconds=LONGEST_TIMEOUT_S), /) -> None:
-        """Wait until it has come.
-
-        Raises:
-            RuntimeError: that takes longer, the other process has ended, or the message has another size.
-        """
+        """Wait until it has come. Raises RuntimeError: that takes longer, the other process has ended, or the message
+        has another size."""
         mailbox, process_fd, seconds = self.peer.mailbox, self.peer.process_fd, timeout.total_seconds()
         deadline = time.monotonic() + seconds
         poll = select.poll()

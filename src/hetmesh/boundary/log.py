@@ -51,11 +51,8 @@ Counted = tuple[Literal["sent", "received"], int | None, int]
 
 
 class CommunicationLog:
-    """The newest messages of this rank and running totals. Cheap enough to be always on.
-
-    Attributes:
-        agreeing_s: seconds since the last `clear` in which this rank waited until scalars were summed over all ranks.
-    """
+    """The newest messages of this rank and running totals. Cheap enough to be always on. `agreeing_s`: seconds since
+    the last `clear` in which this rank waited until scalars were summed over all ranks."""
 
     def __init__(self, keep: int = 65536) -> None:
         self.agreeing_s = 0.0

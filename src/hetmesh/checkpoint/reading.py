@@ -73,10 +73,7 @@ def read_index(world: World, path: Path) -> Index:
 @no_garbage_collection()
 def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> None:
     """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare checksums. Collective.
-
-    Raises:
-        CheckpointError: it cannot be read, or has changed; tensors may have been overwritten then. On every rank.
-    """
+    Raises CheckpointError: it cannot be read, or has changed; tensors may have been overwritten then. On every rank."""
     try:
         errors = read_alone(path, state, index, f"rank {world.rank}: ")
     except CheckpointError as error:
@@ -86,14 +83,8 @@ def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> 
 
 def read_alone(path: Path, state: dict[str, Any], index: Index, rank: str = "") -> list[str]:
     """`read_into` on one rank, without others. It does what `dcp.load` does on each rank; what that does between ranks,
-    sending all plans to one of them, changes none.
-
-    Returns:
-        What has changed since it was written, in words.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    sending all plans to one of them, changes none. Returns what has changed since it was written, in words. Raises
+    CheckpointError: it cannot be read."""
     reader, planner = CheckedReader(path, index.sums), Planner()
     try:
         planner.set_up_planner(state, index.metadata, is_coordinator=False)

@@ -90,11 +90,8 @@ class PendingSave:
         self._thread.join(patience)
 
     def give_up(self) -> bool:
-        """A rank has failed, or is late: wait for no more reports. This rank's writing ends by itself.
-
-        Returns:
-            Whether the files may be removed; False while they are being named after all.
-        """
+        """A rank has failed, or is late: wait for no more reports. This rank's writing ends by itself. Returns whether
+        the files may be removed; False while they are being named after all."""
         with self._deciding:
             self._given_up.set()
             return self._named.is_set() or not self._naming

@@ -212,10 +212,7 @@ def fit(
     collectives: tuple[Sequence[Observation], Sequence[Observation]] = ((), ()),
 ) -> Profile:
     """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`.
-
-    Args:
-        collectives: observations of `COLLECTIVES`, and held out.
-    """
+    `collectives`: observations of `COLLECTIVES`, and held out."""
     layers, sent = _fitted(observations), _fitted(collectives[0])
     for kind, parts in layers.items():
         if missing := [part for part in PARTS if part not in parts]:

@@ -49,13 +49,8 @@ def parts_of(text: str, placeholders: Mapping[str, str]) -> list[dict[str, str]]
 
 def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> Form:
     """The form in which a template is right: parts in every turn, parts in turns with media, or one text.
-
-    Args:
-        placeholders: kind of media -> its token.
-
-    Raises:
-        RecipeError: the template writes something for an item, but not the placeholder.
-    """
+    `placeholders`: kind of media -> its token. Raises RecipeError: the template writes something for an item, but not
+    the placeholder."""
     if not placeholders:
         return str
 

@@ -116,11 +116,8 @@ def upright_size(image: Image) -> tuple[int, int]:
 
 def upright(image: Image, converts: bool) -> Image:
     """An opened image as processors take it: decoded, turned as its EXIF data say, in RGB, or as it is where it is
-    transparent and the processor `converts` it.
-
-    Raises:
-        OSError, ValueError: it cannot be read, has more than 8 bits per channel, or is transparent.
-    """
+    transparent and the processor `converts` it. Raises OSError, ValueError: it cannot be read, has more than 8 bits per
+    channel, or is transparent."""
     load_upright(image)
     if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
         raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")

@@ -96,11 +96,8 @@ class DryRun:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that hold the same stages, and the step of the one with most to do in this batch.
-
-    Attributes:
-        predicted: the memory that `hetmesh explain` predicts for that rank and batch.
-    """
+    """Ranks that hold the same stages, and the step of the one with most to do in this batch. `predicted`: the memory
+    that `hetmesh explain` predicts for that rank and batch."""
 
     ranks: tuple[int, ...]
     run: DryRun

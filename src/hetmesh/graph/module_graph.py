@@ -285,11 +285,8 @@ def dense_mesh(mesh: MeshSpec) -> MeshSpec:
 
 def experts_mesh(mesh: MeshSpec, degree: int) -> MeshSpec:
     """`mesh` with an axis `ep` of size `degree`, taken out of `dp_shard`, else of `dp_replicate`: `dense_mesh`'s
-    inverse. A `dp_shard` axis stays, also of size 1: what is no expert is sharded over it and `ep` together.
-
-    Args:
-        degree: divides the size of that axis.
-    """
+    inverse. A `dp_shard` axis stays, also of size 1: what is no expert is sharded over it and `ep` together. `degree`:
+    divides the size of that axis."""
     if degree == 1:
         return mesh
     taken = expert_axis(mesh)

@@ -27,10 +27,7 @@ class Stage(HashedOnce):
 @dataclass(frozen=True, order=True)
 class Edge(HashedOnce):
     """What one stage sends to another. Rows go from producer to consumer, their gradients along the reversed edge.
-
-    Attributes:
-        output: which output of the producer it carries; see `BoundarySpec`.
-    """
+    `output`: which output of the producer it carries; see `BoundarySpec`."""
 
     source: Stage
     destination: Stage

@@ -172,12 +172,9 @@ class Adapter(Protocol):
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`).
-
-        Returns:
-            Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`.
-        """
+        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
+        rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
+        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
 
 
 class AdapterDefaults:

@@ -152,11 +152,8 @@ def needs_backward() -> bool:
 
 def fill_unused(root: nn.Module) -> set[int]:
     """Give zeros, in each backward, to the parameters of `root` that its forward did not use: other ranks may have used
-    them, and FSDP reduces what has a gradient.
-
-    Returns:
-        Ids of the parameters that any forward with a backward used. The reader clears them.
-    """
+    them, and FSDP reduces what has a gradient. Returns ids of the parameters that any forward with a backward used. The
+    reader clears them."""
     used = set[int]()
 
     def fill(_: nn.Module, __: Any, output: Tensor) -> None:

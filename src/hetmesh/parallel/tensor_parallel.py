@@ -33,11 +33,8 @@ STYLES = ("colwise", "rowwise", "colwise_gather_output", GRAD_ALLREDUCE)
 def apply_tensor_parallel(
     module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle]
 ) -> tuple[str, ...]:
-    """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent.
-
-    Returns:
-        FQNs of the parameters whose gradients are partial over tp.
-    """
+    """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent. Returns
+    FQNs of the parameters whose gradients are partial over tp."""
     if tp_mesh.ndim != 1:
         raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
     found = check_plan(module, plan)

@@ -139,11 +139,8 @@ def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
 
 
 def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[int, ...]]:
-    """Numbers of ranks for `problem.own`, each on its own: near shares of their work, and what nodes suggest.
-
-    Args:
-        work: FLOPs of each over a batch.
-    """
+    """Numbers of ranks for `problem.own`, each on its own: near shares of their work, and what nodes suggest. `work`:
+    FLOPs of each over a batch."""
     own, ranks = problem.own, problem.ranks
     if len(own) < 2 or ranks < len(own):
         return

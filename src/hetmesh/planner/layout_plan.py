@@ -146,14 +146,8 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
 
 
 def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None) -> ModuleSpec:
-    """One module of the problem on a mesh.
-
-    Args:
-        own: its plan, where it has a mesh of its own.
-
-    Raises:
-        GraphError, RecipeError: it cannot be cut so.
-    """
+    """One module of the problem on a mesh. `own`: its plan, where it has a mesh of its own. Raises GraphError,
+    RecipeError: it cannot be cut so."""
     graph, facts = problem.graph, problem.facts[name]
     spec = graph[name]
     options = spec.options

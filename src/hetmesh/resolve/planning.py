@@ -235,14 +235,8 @@ def not_kept(recipe: Recipe) -> list[str]:
 
 def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: Problem, plan: LayoutPlan) -> str:
     """The recipe's text with the layout of `plan`: what was given on the command line is in it, and stages are named
-    where the recipe would be cut into others by itself.
-
-    Args:
-        text, overrides: what `recipe` was read from.
-
-    Raises:
-        RecipeError: it would not be what was planned.
-    """
+    where the recipe would be cut into others by itself. `text`, `overrides`: what `recipe` was read from. Raises
+    RecipeError: it would not be what was planned."""
     keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
     keys |= plan_keys(recipe, problem, plan)
     planned = laid_out(problem, plan)

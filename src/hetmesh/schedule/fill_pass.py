@@ -93,10 +93,7 @@ Tails = Sequence[tuple[float, ...]]
 def longest_tails(problem: FillProblem, order: Sequence[int]) -> Tails:
     """Per action and set of its tracks the seconds from its start there to the end of the step, if fillers take no time
     of tracks: makespan minus these are latest starts (the ALAP pass of Optimus, arXiv 2408.03505, section 4.3).
-
-    Args:
-        order: any valid one.
-    """
+    `order`: any valid one."""
     groups = problem.groups
     after = [[0.0] * len(group) for group in groups]
     tails: list[tuple[float, ...]] = [()] * len(groups)

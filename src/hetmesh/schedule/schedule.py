@@ -295,11 +295,8 @@ def validate(schedule: Schedule) -> Schedule:
 def with_messages(
     order: Iterable[Action], stages: StageGraph, routes: Routes, split: frozenset[Stage], last: Iterable[Action] = ()
 ) -> tuple[Action, ...]:
-    """`order` with its messages: received right before they are used, sent right after they are made.
-
-    Args:
-        last: the last backward action of each stage whose gradients are then reduced.
-    """
+    """`order` with its messages: received right before they are used, sent right after they are made. `last`: the last
+    backward action of each stage whose gradients are then reduced."""
     ends = set(last)
     out: list[Action] = []
     for action in order:

@@ -25,12 +25,7 @@ def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True
     """The columns of `schedule` under `costs`, with the seconds that actions take beside each other.
 
     Forwards, backwards and the optimizer keep ranks busy. Transfers, gathers and reductions take what they take.
-
-    Args:
-        overlap: see `simulate`.
-
-    Raises:
-        GraphError: there is no cost for a stage and microbatch.
+    `overlap`: see `simulate`. Raises GraphError: there is no cost for a stage and microbatch.
     """
     columns = program(schedule, costs)
     if all(factor == 1.0 for factor in costs.busy_slowdown):

@@ -63,11 +63,8 @@ class How:
 
 
 class LayerCosts:
-    """The coefficients of layers on one machine. Share one between the models of many layouts.
-
-    Args:
-        profile: its fitted seconds take the place of the analytic ones.
-    """
+    """The coefficients of layers on one machine. Share one between the models of many layouts. `profile`: its fitted
+    seconds take the place of the analytic ones."""
 
     def __init__(self, machine: Machine, profile: Profile | None = None) -> None:
         self.machine, self.profile = machine, profile

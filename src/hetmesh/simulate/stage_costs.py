@@ -82,11 +82,8 @@ class StageCosts:
         return tuple(mesh.array[line].tolist()) if axis in mesh.axes else ()
 
     def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
-        """Per microbatch, on the rank that takes longest.
-
-        Args:
-            microbatches: what each of its ranks computes (`rank_work`).
-        """
+        """Per microbatch, on the rank that takes longest. `microbatches`: what each of its ranks computes
+        (`rank_work`)."""
         return [
             self._cost(parts[int(whole.argmax())], parts[:, _KEPT:].max(0), first=m == 0)
             for m, (_, parts, whole) in self._each(microbatches)
@@ -96,10 +93,7 @@ class StageCosts:
         self, microbatches: Sequence[Sequence[RankWork]], groups: Sequence[int]
     ) -> dict[int, tuple[StageCost, ...]]:
         """Per microbatch in which groups of lanes differ, the cost of each group, on its rank that takes longest.
-
-        Args:
-            groups: per lane, the number of its group.
-        """
+        `groups`: per lane, the number of its group."""
         found = {}
         for m, (place, parts, whole) in self._each(microbatches):
             if len(parts) == 1:

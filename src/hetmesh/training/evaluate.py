@@ -62,9 +62,7 @@ def evaluate(job: Job, source: Source, limit: int | None = None, silent: Collect
     """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
 
     Training goes on as if this had not been: the random state is left as it was, and modules are in evaluation mode.
-
-    Args:
-        silent: tokens that are never guessed.
+    `silent`: tokens that are never guessed.
     """
     parts = (job.root, *job.runtime.modules.values())
     training = [module for part in parts for module in part.modules() if module.training]

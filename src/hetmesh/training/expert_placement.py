@@ -34,10 +34,7 @@ State = dict[str, dict[str, list[list[int]]]]
 
 class ExpertLoads:
     """The load-balancing loss and tokens of each expert in the last step, over all ranks; on their device until read.
-
-    Args:
-        parallel: the modules of this rank.
-    """
+    `parallel`: the modules of this rank."""
 
     def __init__(
         self, world: World, graph: ModuleGraph, adapters: Mapping[str, Adapter], parallel: Mapping[str, ParallelModule]

@@ -50,11 +50,8 @@ def squared_norm(
 
 def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:
     """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
-    is that of the whole model, whatever the meshes.
-
-    Args:
-        elsewhere: ids of parameters of which another pipeline stage holds the first copy.
-    """
+    is that of the whole model, whatever the meshes. `elsewhere`: ids of parameters of which another pipeline stage
+    holds the first copy."""
     return [
         p
         for each in modules

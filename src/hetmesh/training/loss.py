@@ -46,12 +46,9 @@ def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[s
 
 
 class CheckedLoss:
-    """A custom loss, refused where it is no sum: a mean would weigh targets by their microbatch and rank.
-
-    Raises:
-        LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several
-            targets, something else than the sum of what it gives for two halves of them.
-    """
+    """A custom loss, refused where it is no sum: a mean would weigh targets by their microbatch and rank. Raises
+    LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several
+    targets, something else than the sum of what it gives for two halves of them."""
 
     of, over = "logits", "batch['targets']"
     mean_hint = "a mean is taken once, over the global batch, by hetmesh"

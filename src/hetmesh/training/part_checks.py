@@ -53,11 +53,8 @@ def check_own_layers(name: str, module: nn.Module) -> None:
 
 
 def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[str, Tensor]:
-    """What `load` gave for some samples.
-
-    Raises:
-        GraphError: it is no mapping, or a tensor of it has not a row per sample.
-    """
+    """What `load` gave for some samples. Raises GraphError: it is no mapping, or a tensor of it has not a row per
+    sample."""
     asked = f"load({part!r}, samples) of {len(samples)} samples"
     if not isinstance(given, Mapping):
         raise GraphError(f"{asked} must return tensors by name, {{}} for a part that reads nothing, got {given!r:.80}")

@@ -57,11 +57,8 @@ class TrainingStep:
         self.job, self.gradients = job, GlobalGradients(job.runtime, job.parameters(), job.counted)
 
     def draw(self) -> PlannedStep:
-        """The next step of the job. Collective where samples may be skipped.
-
-        Raises:
-            SampleError: a sample's metadata is malformed, or could be read on some ranks only.
-        """
+        """The next step of the job. Collective where samples may be skipped. Raises SampleError: a sample's metadata is
+        malformed, or could be read on some ranks only."""
         world, upcoming = self.job.world, self.job.upcoming
         with world.watchdog.watching(f"metadata of the samples of step {upcoming.number + 1}"):
             planned = upcoming.take()

@@ -106,10 +106,7 @@ _UNREADABLE = _Truth([], 0, readable=False)
 
 def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
     """Of the first samples. With `on_bad_sample = "skip"`, what any rank cannot read is not `readable`. Collective.
-
-    Raises:
-        SampleError: a sample cannot be read, and shall not be skipped.
-    """
+    Raises SampleError: a sample cannot be read, and shall not be skipped."""
     world, found = job.world, list[_Truth]()
     for index in range(count):
         with world.watchdog.watching(f"the right answer of the held-out sample {index}"):

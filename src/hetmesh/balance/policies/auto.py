@@ -24,15 +24,9 @@ MIN_GAIN = 0.005  # a later candidate must be faster by this; the first ones hol
 
 
 def auto(loads: BatchLoads, slots: Slots) -> Assignment:
-    """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`.
-
-    Args:
-        slots: where the number of microbatches is free, other ones are candidates too; of two that are as fast the one
-            with clearly smaller microbatches is taken.
-
-    Raises:
-        GraphError: no way was found to keep a cap in as many microbatches as asked for.
-    """
+    """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`. `slots`: where the number of
+    microbatches is free, other ones are candidates too; of two that are as fast the one with clearly smaller
+    microbatches is taken. Raises GraphError: no way was found to keep a cap in as many microbatches as asked for."""
     bins = balanced(loads, replace(slots, deferral=False))
     trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), pipeline_score(loads, slots))
     if slots.free:

@@ -31,10 +31,8 @@ class CausalLMAdapter(AdapterDefaults):
     """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
-    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
-
-    Attributes:
-        sources: producer module -> the placeholder that its rows replace.
+    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target. `sources`:
+    producer module -> the placeholder that its rows replace.
     """
 
     config: Any

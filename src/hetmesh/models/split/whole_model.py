@@ -229,11 +229,8 @@ class WholeModel:
 
 
 class PartAdapter(AdapterDefaults):
-    """What the adapters of the parts of a whole model share: which weights `part` owns.
-
-    Attributes:
-        owners: of the parameters, by name; `WholeModel.owners`, or `owners_apart`.
-    """
+    """What the adapters of the parts of a whole model share: which weights `part` owns. `owners`: of the parameters, by
+    name; `WholeModel.owners`, or `owners_apart`."""
 
     whole: WholeModel
     part: str

@@ -218,11 +218,8 @@ def _language_calls(adapter: UserSink, vocab_size: int, generator: torch.Generat
 
 def check_samples(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> str | None:
     """Whether what the module makes of a sample, or its gradients, depend on the samples beside it: in float64, with
-    random weights, in training and in evaluation. What it draws is the same for every sample.
-
-    Returns:
-        Why it could not be tried, in training or in evaluation; None if it was.
-    """
+    random weights, in training and in evaluation. What it draws is the same for every sample. Returns why it could not
+    be tried, in training or in evaluation; None if it was."""
     if n_parameters(example) > MAX_PARAMETERS:
         return f"it has more than {MAX_PARAMETERS:,} parameters; try a small one of the class"
     if isinstance(adapter, UserSink) and request.vocab_size < 2:

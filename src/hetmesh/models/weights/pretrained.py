@@ -37,11 +37,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A directory with `config.json` and one safetensors file, or several with their index.
-
-    Attributes:
-        key: the recipe key that names it; errors begin with it.
-    """
+    """A directory with `config.json` and one safetensors file, or several with their index. `key`: the recipe key that
+    names it; errors begin with it."""
 
     path: Path
     key: str
