@@ -144,7 +144,7 @@ def from_blocks(
 
 
 def fitted(loads: BatchLoads, blocks: BatchBlocks, block: np.ndarray) -> np.ndarray:
-    """The block of each sample, changed where one holds more than its microbatches and lanes may. Raises GraphError."""
+    """The block of each sample, changed where one holds too much. Raises GraphError: no way was found."""
     slots = blocks.slots
     if not slots.capped and not slots.equal_counts:
         return block

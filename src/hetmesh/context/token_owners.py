@@ -21,8 +21,7 @@ from hetmesh.layout.intervals import extent
 class TokenShares:
     """Equal shares of the `total` flat tokens of a lane: B padded samples of S tokens, one after another.
 
-    A share is contiguous and may span samples; the last ones are shorter or empty, and are padded to `size`. `total`: B
-    * S.
+    A share is contiguous and may span samples; the last ones are shorter or empty, and are padded to `size`.
     """
 
     total: int

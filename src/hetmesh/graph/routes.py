@@ -35,7 +35,7 @@ def microbatches_text(source: int, destination: int) -> str:
 
 @dataclass(frozen=True)
 class Routes(HashedOnce):
-    """The microbatches of a step, and which of one module feed which of another. Stages of a module do not mix them.
+    """The microbatches of a step, and which of one module feed which of another. Stages of a module keep its numbers.
 
     Attributes:
         counts: (module, its microbatches).

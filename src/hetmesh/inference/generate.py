@@ -52,7 +52,7 @@ def answer_tokens(
 
 
 def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
-    """The recipe's source, or the first of its mixture that makes samples of questions. Raises RecipeError: none."""
+    """The source, or the first of a mixture, that makes samples of questions. Raises RecipeError: none does."""
     parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
     for part in parts:
         if isinstance(part, PromptSource):

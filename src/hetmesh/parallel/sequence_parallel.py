@@ -202,7 +202,7 @@ class _Gather:
         self.hooks: saved_tensors_hooks | None = None
 
     def register(self, part: nn.Module) -> None:
-        """Let `part`, the attention or MLP, read all tokens. Where activations are not kept, that decides."""
+        """Let `part`, the attention or MLP, read all tokens. What is kept, checkpointing or offloading decides."""
         part.register_forward_pre_hook(self, with_kwargs=True)
         part.register_forward_hook(self._keep_all, always_call=True)
 
