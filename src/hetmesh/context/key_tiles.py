@@ -278,8 +278,8 @@ class _Shared:
 
 
 def _combinations(group: np.ndarray, source: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct sets of sources among groups. Returns the number per group (-1: no source), and pairs (number,
-    source), int64 [2, ...]."""
+    """Number the distinct sets of sources among groups. Returns the number per group (-1: no source), and pairs
+    (number, source), int64 [2, ...]."""
     first = np.searchsorted(group, np.arange(groups))
     counts = np.bincount(group, minlength=groups)
     held = np.flatnonzero(counts)

@@ -183,16 +183,9 @@ def data_url(url: str, again: Callable[[], str]) -> RecordBlob:
     return RecordBlob(f"inline.{head['form'] or 'bin'}", length, read)
 
 
-def npy_shape(file: BinaryIO, length: int, kinds: str = "fiu") -> tuple[int, ...]:
-    """The shape of the array that `file` holds from here on, from its header, whose claims are compared with its bytes.
-
-    Args:
-        length: bytes of the file.
-        kinds: numpy's letters of the types that it may be of.
-
-    Raises:
-        ValueError: it is no npy file, of another type, or claims more than the file holds.
-    """
+def npy_shape(file: BinaryIO, length: int) -> tuple[int, ...]:
+    """The shape of the numbers that `file` of `length` bytes holds from here on, from its header. Raises ValueError: it
+    is no npy file of numbers, or claims more than the file holds."""
     start = file.tell()
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -200,7 +193,7 @@ def npy_shape(file: BinaryIO, length: int, kinds: str = "fiu") -> tuple[int, ...
         shape, _, dtype = read(file)
     except Exception as error:  # a header is a Python literal, and whatever reading one may raise
         raise ValueError(f"its header is none: {error or type(error).__name__}") from error
-    if dtype.kind not in kinds:
+    if dtype.kind not in "fiu":
         raise ValueError(f"its values are of type {dtype}, not numbers")
     left, needed = length - (file.tell() - start), math.prod(shape) * dtype.itemsize
     if any(n < 0 for n in shape) or needed > left:
