@@ -40,7 +40,6 @@ def lr_schedulers_container() -> Any:
 
 
 def tensorboard_logger() -> Any:
-    """`TensorBoardLogger(log_dir, tag)`."""
     from torchtitan.components.metrics import TensorBoardLogger
 
     return TensorBoardLogger

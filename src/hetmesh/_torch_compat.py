@@ -57,8 +57,7 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 
 
 def whole_tensor(tensor: Any) -> torch.Tensor:
-    """`tensor.full_tensor()` without torch's warning, on each rank, that several dims of a mesh are gathered one after
-    another."""
+    """`tensor.full_tensor()` without torch's warning that several dims of a mesh are gathered one after another."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -259,10 +258,8 @@ _STATE = slice(3, 3 + 624)  # of Mersenne Twister, in a CPU generator's state as
 
 def seeded_generator(seed: int) -> torch.Generator:
     """A generator of the CPU that depends on all bits of `seed`, at least 0, however many; `manual_seed` takes 32.
-
-    Raises:
-        RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so far.
-    """
+    Raises RuntimeError: this torch lays out a generator's state in another way than has been stored in checkpoints so
+    far."""
     generator = torch.Generator().manual_seed(5489)
     state = generator.get_state()
     words = state.numpy()[: _STATE.stop * 8].view(np.uint64)

@@ -45,8 +45,7 @@ def write_json(path: str | Path, value: Any, indent: int | None = None) -> None:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, whose opening or reading may never
-    end."""
+    """A file to read. Raises OSError: it cannot be read, or is a pipe or device, which may never end."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     return open(path, "rb")
@@ -93,8 +92,7 @@ def read_text(path: str | Path) -> str:
 
 
 def from_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says. Raises ValueError: it is none, is nested too deep, or holds numbers of thousands of
-    digits."""
+    """What a TOML text says. Raises ValueError: it is none, nested too deep, or has numbers of thousands of digits."""
     try:
         return tomli.loads(text)
     except RecursionError as error:
@@ -102,14 +100,9 @@ def from_toml(text: str) -> dict[str, Any]:
 
 
 def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What a JSON text says.
-
-    Args:
-        pairs: makes the value of an object of its keys and values; None: a dict, the last of equal keys counts.
-
-    Raises:
-        ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no character.
-    """
+    """What a JSON text says. `pairs`: makes the value of an object of its keys and values; None: a dict, the last of
+    equal keys counts. Raises ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no
+    character."""
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     try:
         value = json.loads(text, object_pairs_hook=pairs)
@@ -171,14 +164,8 @@ def _roots(folder: str) -> tuple[str, ...]:
 
 
 def json_object(file: Path, where: object) -> dict[str, Any]:
-    """What the JSON file of a directory that a recipe names holds.
-
-    Args:
-        where: `str(where)` says which directory, and begins errors.
-
-    Raises:
-        RecipeError: it cannot be read, or holds something else than an object.
-    """
+    """What the JSON file of a directory that a recipe names holds. `where`: `str(where)` says which directory, and
+    begins errors. Raises RecipeError: it cannot be read, or holds something else than an object."""
     try:
         value = from_json(read_file(file))
     except (OSError, ValueError) as error:
@@ -190,11 +177,8 @@ def json_object(file: Path, where: object) -> dict[str, Any]:
 
 @contextmanager
 def writing(path: str | Path, hint: str = "") -> Iterator[None]:
-    """Turn an OSError of the body, which writes `path`, into an OutputError.
-
-    Args:
-        hint: what to do about it, the end of the message.
-    """
+    """Turn an OSError of the body, which writes `path`, into an OutputError. `hint`: what to do about it, the end of
+    the message."""
     try:
         yield
     except HetmeshError:  # some are OSErrors too

@@ -37,11 +37,8 @@ def toml(value: object) -> str:
 
 
 def table(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> Iterator[str]:
-    """Lines of cells in columns that are as wide as their widest cell.
-
-    Args:
-        numbers: all columns but the first hold numbers and are aligned on the right.
-    """
+    """Lines of cells in columns that are as wide as their widest cell. `numbers`: all columns but the first hold
+    numbers and are aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for cells in lines:
         padded = (

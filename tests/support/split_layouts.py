@@ -63,7 +63,7 @@ SHARES = STAGES.replace(
     "data_parallel_shard_degree = 2", "tensor_parallel_degree = 2\n        enable_sequence_parallel = true", 1
 )
 """Of towers that can be cut."""
-WHOLE = ("llava_onevision", "llava_onevision_few", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni")
+WHOLE = ("llava_onevision", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni")
 """Models with a tower that cannot be."""
 DP_TP, CP_PP, SP, FSDP, FROZEN = LAYOUTS
 OF_VISION = r"(?m)^ *\[\w+\.vision\]\n(?: *[^ \[].*\n)*"

@@ -70,7 +70,7 @@ def _llava_siglip() -> Any:
     return _llava("siglip_vision_model", vision_feature_select_strategy="full", projector_hidden_act="gelu")
 
 
-def _onevision(**changes: Any) -> Any:
+def _onevision() -> Any:
     import transformers as t
 
     vision = {"model_type": "siglip_vision_model", **TOWER}
@@ -81,7 +81,6 @@ def _onevision(**changes: Any) -> Any:
         video_token_index=VIDEO,
         image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
         vision_feature_layer=-1,
-        **changes,
     )
     return t.LlavaOnevisionForConditionalGeneration(config)
 
@@ -242,7 +241,6 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "llava_cohere2": lambda: _llava(text=_text("cohere2", logit_scale=0.5, sliding_window=64)),
     "llava_onevision": _onevision,
-    "llava_onevision_few": lambda: _onevision(vision_aspect_ratio="anyres_max_1"),
     "internvl": _internvl,
     "internvl_llama": lambda: _internvl("llama"),
     "gemma3": _gemma3,
@@ -290,13 +288,8 @@ def kept(name: str) -> Path:
 
 IMAGES = "kinds = { image = [3, 8, 8] }"
 CELLS = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
-TILES = (
-    "kinds = { image = [3, 8, 8] }, "
-    "choices = { image = [[[3, 8, 8], []], [[5, 3, 8, 8], [16, 11]], [[3, 3, 8, 8], [7, 30]]] }"
-)
 ITEMS: Mapping[str, str] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), CELLS),
-    **dict.fromkeys(("llava_onevision", "llava_onevision_few"), TILES),
     "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
     "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",
     "qwen2_5_omni": "kinds = { image = [3, 4, 4], audio = [6, 7] }, largest = { image = [3, 12, 8], audio = [6, 28] }, "

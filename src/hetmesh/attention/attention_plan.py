@@ -43,11 +43,8 @@ class Planned:
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """Keys that all ranks give to all: local rows [start, start + rows) of each, padded.
-
-    Attributes:
-        work: what this rank computes on the buffer of all of them, rank by rank; its own are left out.
-    """
+    """Keys that all ranks give to all: local rows [start, start + rows) of each, padded. `work`: what this rank
+    computes on the buffer of all of them, rank by rank; its own are left out."""
 
     start: int
     rows: int
@@ -56,11 +53,8 @@ class Gathered:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """One rank's part of attention.
-
-    Attributes:
-        chunks: of keys of other ranks, in the order in which every rank goes through them.
-    """
+    """One rank's part of attention. `chunks`: of keys of other ranks, in the order in which every rank goes through
+    them."""
 
     shares: RowSplit
     rows: int
@@ -96,11 +90,8 @@ def plan_attention(
 def fetch_order(
     mask: Mask, shares: tuple[Intervals, ...], window: int | None, chunk: int
 ) -> tuple[tuple[Intervals, ...], ...]:
-    """What the ranks of a group take from each other, equal on all of them.
-
-    Returns:
-        Per chunk and coordinate the positions that it takes, owner by owner, ascending within each.
-    """
+    """What the ranks of a group take from each other, equal on all of them. Returns per chunk and coordinate the
+    positions that it takes, owner by owner, ascending within each."""
     ranks = len(shares)
     owners = _owners(shares)
     held_by = [_by_owner(window_keys(mask, runs, window), owners, ranks) for runs in shares]

@@ -103,8 +103,7 @@ class ContextAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
     ) -> Tensor:
-        """Attention of this rank's rows. Every rank of the group calls it, in the same order, also without rows, and
-        runs its backward.
+        """Attention of this rank's rows. Collective over the group, also without rows, as is its backward.
 
         Args:
             q: `[heads, rows, features]`.

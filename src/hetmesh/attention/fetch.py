@@ -32,11 +32,8 @@ _FIRST_TAG = 1 << 20
 
 @dataclass(frozen=True)
 class Wires:
-    """The ranks of a context-parallel group, and the name of their traffic.
-
-    Attributes:
-        mesh: one axis, in the order of the coordinates.
-    """
+    """The ranks of a context-parallel group, and the name of their traffic. `mesh`: one axis, in the order of the
+    coordinates."""
 
     world: World
     mesh: MeshSpec

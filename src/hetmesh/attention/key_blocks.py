@@ -22,8 +22,7 @@ _CALL_ROWS = 1024  # query rows of a call without a mask: bounds its result
 _CALL_KEYS = 1024  # keys of a call with a mask: bounds the mask
 
 _MASK_BYTES = 1 << 26
-"""Boolean masks kept per plan, for the layers and the backward; further ones are made at each use. 16,384 tokens of
-images and text on two ranks take 4 MB."""
+"""Boolean masks kept per plan; further ones are made at each use. 16,384 tokens on two ranks take 4 MB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +121,6 @@ class KeyIntervals:
     stops: np.ndarray
 
     def take(self, index: np.ndarray) -> KeyIntervals:
-        """Chosen intervals."""
         return KeyIntervals(self.block[index], self.starts[index], self.stops[index])
 
     def clip(self, low: np.ndarray, high: np.ndarray) -> KeyIntervals:

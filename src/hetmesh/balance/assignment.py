@@ -27,8 +27,7 @@ class BatchLoads:
         work: int64 `[samples, modules]`: time of the forward of one sample through all layers of a module on one lane,
             in one unit for all modules (nanoseconds, say). Whole numbers, so that no sum depends on its order.
         tokens: int64 `[samples, modules]`: what counts against `Slots.max_tokens`; left out: `work`.
-        keys: int64 `[samples]`, distinct: who a sample is. Ties are broken by it and never by the place in these
-            arrays. Left out: the place.
+        keys: int64 `[samples]`, distinct: who a sample is, which breaks ties; left out: its place in these arrays.
         ids: what messages call the samples; left out: the keys.
         padding: where the last module pads its samples to the longest of their microbatch and lane: its work for a
             position, and for a position times the length. `tokens` are then its lengths. Zeros: nothing is padded.
@@ -74,7 +73,6 @@ class BatchLoads:
 
     @property
     def pads(self) -> bool:
-        """Whether the last module pads."""
         return any(self.padding)
 
     def padded_work(self, counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -93,8 +91,7 @@ class BatchLoads:
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """What there is to fill, and how what fills it runs. One entry per module everywhere, in the order of
-    `BatchLoads.modules`.
+    """What there is to fill, and how what fills it runs; one entry per module, in the order of `BatchLoads.modules`.
 
     Attributes:
         lanes: data-parallel coordinates.
@@ -157,7 +154,6 @@ class Slots:
 
     @property
     def capped(self) -> bool:
-        """Whether any module has a cap."""
         return any(cap is not None for cap in self.max_tokens)
 
 
@@ -207,8 +203,7 @@ class Assignment:
         )
 
     def padding_work(self, loads: BatchLoads) -> np.ndarray:
-        """What the last module computes beside its samples in each microbatch and lane, because it pads them to the
-        longest; int64 `[microbatches, lanes]`."""
+        """What the last module computes for padding in each microbatch and lane; int64 `[microbatches, lanes]`."""
         shape = self.microbatches[-1], self.lanes[-1]
         lengths, bins = loads.tokens[:, -1], self.microbatch[:, -1] * self.lanes[-1] + self.lane[:, -1]
         longest = np.zeros(shape[0] * shape[1], np.int64)

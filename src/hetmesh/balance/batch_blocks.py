@@ -50,8 +50,7 @@ class BatchBlocks:
 
     @cached_property
     def group_of(self) -> tuple[np.ndarray, ...]:
-        """Per module, the group of each of its lanes: runs of lanes, or those that share ranks with the lanes of the
-        last module in the group."""
+        """Per module, the group of each of its lanes: runs of lanes, or those on ranks of the last module's there."""
         last = np.arange(self.slots.lanes[-1]) * self.groups // self.slots.lanes[-1]
         return tuple(self._groups(i, last) for i in range(len(self.slots.lanes)))
 
@@ -145,8 +144,7 @@ def from_blocks(
 
 
 def fitted(loads: BatchLoads, blocks: BatchBlocks, block: np.ndarray) -> np.ndarray:
-    """The block of each sample, changed where one holds more than its microbatches and lanes may. Raises GraphError: no
-    way was found."""
+    """The block of each sample, changed where one holds too much. Raises GraphError: no way was found."""
     slots = blocks.slots
     if not slots.capped and not slots.equal_counts:
         return block

@@ -27,8 +27,7 @@ class BatchPlan:
 
     Attributes:
         graph: the modules it is for.
-        samples: the global batch, expanded metadata, in order; everything refers to samples by their index here. What
-            looks at all of them asks `metas`.
+        samples: the global batch, expanded metadata, in the order of the indices that all else refers to.
         lanes: per module name and microbatch, the samples of each lane. Modules may have different numbers of
             microbatches and handle a sample in any of them: `routes` follow.
 
@@ -90,12 +89,10 @@ class BatchPlan:
 
     @cached_property
     def metas(self) -> MetaArrays:
-        """The samples as arrays."""
         return MetaArrays.of(self.samples)
 
     def row_counts(self, boundary: BoundarySpec) -> np.ndarray:
-        """Rows of each sample that go over `boundary`; int64 `[samples]`. Raises GraphError: the metadata of a sample
-        was not expanded."""
+        """Rows of each sample that go over `boundary`; int64 `[samples]`. Raises GraphError: one was not expanded."""
         rows = self.metas.rows.get(boundary.source)
         if rows is None:
             rows = np.full(len(self.samples), UNKNOWN)
@@ -134,8 +131,7 @@ class BatchPlan:
         return (sums[ends[1:]] - sums[ends[:-1]]).reshape(len(self.lanes[module]), -1, 3)
 
     def lane_tokens(self, module: str, microbatch: int, lane: int) -> LaneTokens:
-        """Which rank keeps which tokens of one lane in one microbatch of a module that reads tokens, or media whose
-        tokens its ranks share."""
+        """Which rank keeps which tokens, or tokens of media, of one lane in one microbatch of a module."""
         return self._tokens(module, microbatch, lane)[0]
 
     def lane_mask(self, module: str, microbatch: int, lane: int) -> Mask:

@@ -58,7 +58,6 @@ class _Held:
         np.add.at(self.loads, bins, load)
 
     def move(self, sample: int, target: int) -> None:
-        """Move one sample."""
         for bin_, sign in ((self.bins[sample], -1), (target, 1)):
             self.tokens[bin_] += sign * self.sizes[sample]
             self.loads[bin_] += sign * self.load[sample]

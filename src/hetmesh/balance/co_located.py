@@ -86,10 +86,9 @@ def pipelines(graph: ModuleGraph, name: str) -> tuple[tuple[int, ...], ...]:
 def deal_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which pipeline takes each microbatch, and as which of its own microbatches: pipelines, and numbers, which rise.
 
-    Pipelines take turns such that each has had its share at any time, as nearly as whole numbers allow (numbers of
-    microbatches by largest remainders, where they are not `shares` themselves). Runs of microbatches that are of
-    different pipelines have one number, so that pipelines work side by side and what feeds neighbours is one
-    microbatch.
+    Pipelines take turns: each has had its share at any time, as nearly as whole numbers allow (numbers of microbatches
+    by largest remainders, where they are not `shares` themselves). Runs of microbatches of different pipelines have one
+    number, so that pipelines work side by side and what feeds neighbours is one microbatch.
     """
     total = sum(shares)
     counts = [microbatches * share // total for share in shares]

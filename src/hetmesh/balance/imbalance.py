@@ -67,11 +67,8 @@ class BatchLoad:
 
 
 def batch_load(loads: BatchLoads, assignment: Assignment, *, padded: bool) -> BatchLoad:
-    """How even `assignment` is.
-
-    Args:
-        padded: whether the last module pads its samples to the longest of each microbatch and lane.
-    """
+    """How even `assignment` is. `padded`: whether the last module pads its samples to the longest of each microbatch
+    and lane."""
     modules = {}
     for name, even in spread(loads, assignment).items():
         padding = _padding(loads, assignment) if padded and name == loads.modules[-1] else 0.0

@@ -48,11 +48,7 @@ def arrange_lanes(loads: BatchLoads, blocks: BatchBlocks, bins: np.ndarray) -> t
 
 def deal_bins(work: np.ndarray, groups: int, windows: int) -> np.ndarray:
     """Bins to groups of lanes, `[groups, windows]`: totals of groups are near each other, and so are the bins of one
-    window, heavy ones first.
-
-    Args:
-        work: int64 `[groups * windows, modules]`.
-    """
+    window, heavy ones first. `work`: int64 `[groups * windows, modules]`."""
     if windows == 1:  # each group has one, and all are alike
         return np.arange(groups)[:, None]
     load = normalised(work, groups)

@@ -67,10 +67,8 @@ def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_
     """`bins` whose fullest hold less, at the price of others: squares alone trade one high bin for many good ones.
 
     Bins over the limit are paired with others, now those with least load, now random ones; what counts is the squared
-    load beyond the limit, then the squared difference.
-
-    Args:
-        limit: int64 `[modules]`: what no bin need exceed: the mean load, or the largest sample.
+    load beyond the limit, then the squared difference. `limit`: int64 `[modules]`: what no bin need exceed: the mean
+    load, or the largest sample.
     """
     count, capacity = bins.shape
     if count < 2 or not capacity:

@@ -25,10 +25,8 @@ def longest_first(load: np.ndarray, bins: int, capacity: int) -> np.ndarray:
     """LPT in rounds: the `bins` weightiest samples one each to the emptiest bins, then the next, and so on; int64
     `[bins, capacity]`: samples, where numbers from `len(load)` on stand for nobody.
 
-    Weight and emptiness are those of the module that dominates; ties go to the sum over modules.
-
-    Args:
-        load: int64 `[samples, modules]`, at most `bins * capacity` samples.
+    Weight and emptiness are those of the module that dominates; ties go to the sum over modules. `load`: int64
+    `[samples, modules]`, at most `bins * capacity` samples.
     """
     count = bins * capacity
     order = np.lexsort((-load.sum(1), -load.max(1))) if len(load) else np.arange(0)
@@ -52,8 +50,7 @@ def least_loaded(
     ties: np.ndarray | None = None,
     limit: int = 0,
 ) -> np.ndarray:
-    """Each sample of `order` in turn to the bin with the least load so far. The bin of each, int64 `[samples]`; -1 for
-    those not in `order`.
+    """Each sample of `order` in turn to the bin with the least load: int64 `[samples]`, -1 for those not in `order`.
 
     Args:
         order: int64: samples.
@@ -95,10 +92,7 @@ def scrambled(count: int, seed: int) -> np.ndarray:
 
 def as_table(bins: np.ndarray, count: int, spare: int = 0) -> np.ndarray:
     """The samples of each bin, `[count, capacity]`, from the bin of each; nobody has numbers from `len(bins)` on.
-
-    Args:
-        spare: empty places beside those of the fullest bin.
-    """
+    `spare`: empty places beside those of the fullest bin."""
     sizes = np.bincount(bins, minlength=count)
     table = np.full((count, int(sizes.max(initial=0)) + spare), len(bins), np.int64)
     order = np.argsort(bins, kind="stable")

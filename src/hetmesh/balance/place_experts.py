@@ -35,8 +35,7 @@ def place_experts(
         worth: by which share the load of the fullest rank must fall for anything to be moved at all.
 
     Raises:
-        GraphError: a load is negative or no integer, the ranks do not divide the experts, or `current` is no
-            permutation of the experts.
+        GraphError: a load is negative or no integer, ranks do not divide experts, or `current` is no permutation.
     """
     weights, here = _checked(loads, ranks, current)
     now = _fullest(weights, here.reshape(ranks, -1))

@@ -27,8 +27,7 @@ their order, are what the route to or from it carries."""
 
 def row_space(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, to: int | None = None) -> RowSpace:
     """The rows that go over `boundary` from `microbatch` of its source to microbatch `to` of its destination (default:
-    the same number), by ascending sample index. Raises GraphError: the metadata of a sample was not expanded for the
-    source."""
+    the same number), by ascending sample index. Raises GraphError: a sample was not expanded for the source."""
     space = _all_rows(plan, boundary, boundary.source, microbatch)
     if plan.in_step(boundary.source, boundary.destination):
         return space
@@ -58,9 +57,8 @@ def boundary_layouts(plan: BatchPlan, boundary: BoundarySpec, microbatch: int, t
 
 
 def edge_layouts(plan: BatchPlan, edge: Edge, microbatch: int, to: int | None = None) -> EdgeLayouts:
-    """What flows over a forward edge between stages: of a boundary, from `microbatch` of its source to microbatch `to`
-    of its destination (default: the same number); or of two stages of one module, whose activations lie alike on both
-    sides."""
+    """What flows over a forward edge of stages: of a boundary, from `microbatch` of its source to `to` of its
+    destination (default: the same); or of two stages of one module, whose activations lie alike on both sides."""
     if not edge.internal:
         return boundary_layouts(plan, boundary_of(plan, edge), microbatch, to)
     module = plan.graph[edge.source.module]

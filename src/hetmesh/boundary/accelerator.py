@@ -57,11 +57,7 @@ class _Now:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The CPU: what is asked of it is done before the call returns.
-
-    Attributes:
-        device: where this process computes.
-    """
+    """The CPU: what is asked of it is done before the call returns. `device`: where this process computes."""
 
     device: torch.device = _CPU
 
@@ -102,11 +98,7 @@ class Accelerator:
         return nullcontext()
 
     def event(self, *, timing: bool = False) -> Event:
-        """An event, not yet recorded.
-
-        Args:
-            timing: whether `elapsed_time` will be asked.
-        """
+        """An event, not yet recorded. `timing`: whether `elapsed_time` will be asked."""
         return _Now()
 
     def used_by(self, tensor: Tensor, stream: Any) -> None:
@@ -158,8 +150,7 @@ class Cuda(Accelerator):
 class Buffers:
     """Memory for packed messages, used again and again: flat tensors on one device, by dtype and power of two.
 
-    Fresh memory of a few MB is cleared by the kernel page by page, which costs as much as packing. CUDA's allocator
-    keeps memory itself.
+    The kernel clears fresh memory page by page, which costs as much as packing. CUDA's allocator keeps memory itself.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -93,11 +93,8 @@ class Backend:
         return work
 
     def posted(self, works: Posted, watchdog: Watchdog, what: object) -> None:
-        """Called once after something was posted: messages and collectives that nobody waits for on the spot.
-
-        Args:
-            what: `str(what)` names them, for the watchdog.
-        """
+        """Called once after something was posted: messages and collectives that nobody waits for on the spot. `what`:
+        `str(what)` names them, for the watchdog."""
 
     def wait(self, work: Handle, timeout: float) -> None:
         """Wait for one work, for at most `timeout` seconds."""

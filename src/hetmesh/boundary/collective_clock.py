@@ -49,9 +49,5 @@ class CollectiveClock:
 
 
 def timed_collective(*, gathers: bool = False) -> AbstractContextManager[None]:
-    """The body is a collective, or a wait for one.
-
-    Args:
-        gathers: whether it gathers parameters (FSDP).
-    """
+    """The body is a collective, or a wait for one. `gathers`: whether it gathers parameters (FSDP)."""
     return nullcontext() if _clock is None or _clock.inside else _clock.collective(gathers)

@@ -1,7 +1,6 @@
 """Local peers: ranks on this host, with which messages are exchanged through shared memory instead of a socket.
 
-The sender packs into a slot of shared memory (`shared_memory.py`) and writes into the receiver's mailbox where; the
-receiver puts the message in place from there.
+The sender packs into a slot of shared memory and writes where into the mailbox of the receiver, who unpacks it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _CLOSING_POLL_S = 1e-3  # between looks at what others have yet to read, when th
 
 
 class MessageHeader(NamedTuple):
-    """What a sender tells the receiver: its rank, the tag, its file descriptor of the memory, where the message starts
-    in there, and its number of elements."""
+    """What a sender tells the receiver: its rank, the tag, file descriptor, start in the memory, number of elements."""
 
     source: int
     tag: int
@@ -67,10 +65,8 @@ class Mailbox:
     those of one sender with one tag keep their order.
 
     A pipe wakes only the thread that waits for it. A message of gloo wakes a thread on each side besides, which costs
-    several times as much as copying 24 KB. `handle` tells others how to reach the mailbox.
-
-    Raises:
-        OSError: this system has nothing of the kind, or no file descriptor is left.
+    several times as much as copying 24 KB. `handle` tells others how to reach the mailbox. Raises OSError: this system
+    has nothing of the kind, or no file descriptor is left.
     """
 
     def __init__(self, rank: int) -> None:
@@ -107,7 +103,6 @@ class Mailbox:
         return header
 
     def close(self) -> None:
-        """Close the files of this process."""
         for fd in (self.read_fd, self.handle.mailbox_fd, self.handle.token_fd):
             os.close(fd)
 
@@ -126,11 +121,8 @@ class LocalPeer:
                 self.process_fd = os.pidfd_open(handle.process)
 
     def send(self, tag: int, start: int, numel: int, timeout: float) -> None:
-        """Tell it where a message lies. Returns at once unless thousands are unread there.
-
-        Raises:
-            RuntimeError: its mailbox stayed full for `timeout` seconds, or its process has ended.
-        """
+        """Tell it where a message lies. Returns at once unless thousands are unread there. Raises RuntimeError: its
+        mailbox stayed full for `timeout` seconds, or its process has ended."""
         assert self.writer.fd is not None
         record = _RECORD.pack(self.mailbox.handle.rank, tag, self.writer.fd, start, numel)
         deadline = time.monotonic() + timeout
@@ -159,7 +151,6 @@ class LocalPeer:
         return self.writer.unread
 
     def close(self) -> None:
-        """Close what this process has opened."""
         self.writer.close()
         os.close(self._fd)
         if self.process_fd is not None:
@@ -178,11 +169,8 @@ class PendingReceive:
     _header: MessageHeader | None = None
 
     def wait(self, timeout: timedelta = timedelta(seconds=LONGEST_TIMEOUT_S), /) -> None:
-        """Wait until it has come.
-
-        Raises:
-            RuntimeError: that takes longer, the other process has ended, or the message has another size.
-        """
+        """Wait until it has come. Raises RuntimeError: that takes longer, the other process has ended, or the message
+        has another size."""
         mailbox, process_fd, seconds = self.peer.mailbox, self.peer.process_fd, timeout.total_seconds()
         deadline = time.monotonic() + seconds
         poll = select.poll()

@@ -51,11 +51,8 @@ Counted = tuple[Literal["sent", "received"], int | None, int]
 
 
 class CommunicationLog:
-    """The newest messages of this rank and running totals. Cheap enough to be always on.
-
-    Attributes:
-        agreeing_s: seconds since the last `clear` in which this rank waited until scalars were summed over all ranks.
-    """
+    """The newest messages of this rank and running totals. Cheap enough to be always on. `agreeing_s`: seconds since
+    the last `clear` in which this rank waited until scalars were summed over all ranks."""
 
     def __init__(self, keep: int = 65536) -> None:
         self.agreeing_s = 0.0
@@ -103,7 +100,6 @@ class CommunicationLog:
         return self._waited.get(boundary, 0.0)
 
     def clear(self) -> None:
-        """Forget messages and totals."""
         self._transfers.clear()
         self._received.clear()
         self._waited.clear()

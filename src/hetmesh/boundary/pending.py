@@ -45,12 +45,9 @@ _pending = _Pending()
 
 
 def check(label: Label, named: bool, requires_grad: bool) -> None:
-    """Called before a boundary is crossed.
-
-    Raises:
-        BoundaryError: `hetmesh.backward` was forgotten: an optimizer has made a step since a boundary was crossed, or
-            the same name and microbatch is crossed again. Nothing is pending then.
-    """
+    """Called before a boundary is crossed. Raises BoundaryError: `hetmesh.backward` was forgotten: an optimizer has
+    made a step since a boundary was crossed, or the same name and microbatch is crossed again. Nothing is pending
+    then."""
     repeated = requires_grad and named and any(known and crossed == label for crossed, known in _pending.crossed)
     if not (repeated or _pending.stepped):
         return
@@ -110,11 +107,8 @@ def running() -> Iterator[None]:
 
 
 def check_running(label: Label) -> None:
-    """Called by the backward of a boundary, before anything is sent.
-
-    Raises:
-        BoundaryError: it was not `hetmesh.backward` that started it. Nothing is pending then.
-    """
+    """Called by the backward of a boundary, before anything is sent. Raises BoundaryError: it was not
+    `hetmesh.backward` that started it. Nothing is pending then."""
     if not _pending.running:
         drop()
         raise BoundaryError(

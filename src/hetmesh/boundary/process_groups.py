@@ -57,8 +57,7 @@ class Channels:
 def job_groups(
     graph: ModuleGraph, world_size: int, tied: Callable[[ModuleSpec], bool], link: str = ""
 ) -> tuple[Ranks, ...]:
-    """All groups of several ranks of a job, besides torch's default one. Groups of equal ranks are one group, except
-    for channels, of which each is one more.
+    """All groups of several ranks of a job, besides torch's default one. Equal ranks are one group, but for channels.
 
     Args:
         tied: whether the first and the last stage of a module share a weight that is trained.
@@ -101,10 +100,7 @@ def tied_pairs(spec: ModuleSpec) -> Iterator[Ranks]:
 
 def ends_are_tied(spec: ModuleSpec, shape: ModuleShape | None) -> bool:
     """Whether the first and the last stage of a module share a weight that is trained; assumed where it is not known.
-
-    Args:
-        shape: its sizes; None for a module that cannot be built without its weights.
-    """
+    `shape`: its sizes; None for a module that cannot be built without its weights."""
     if spec.mesh.axis_size("pp") == 1 or not spec.trainable:
         return False
     if shape is None:
@@ -143,10 +139,7 @@ def job_communicators(
     graph: ModuleGraph, world_size: int, shape: Callable[[ModuleSpec], ModuleShape | None]
 ) -> dict[int, int]:
     """How many communicators each rank of a job uses: one per group, and torch's default one, which carries messages.
-
-    Args:
-        shape: the sizes of a module; None where they are not known.
-    """
+    `shape`: the sizes of a module; None where they are not known."""
     counts = groups_of_ranks(job_groups(graph, world_size, lambda spec: ends_are_tied(spec, shape(spec))))
     return {rank: counts[rank] + (world_size > 1) for rank in range(world_size)}
 
@@ -165,10 +158,8 @@ def job_channels(graph: ModuleGraph, most: int = MAX_EDGE_CHANNELS) -> Channels:
     """The channels of context-parallel groups, then those of edges.
 
     Gradients go back on the channel of their edge. Where a channel more would give one of its ranks more than `most`,
-    an edge shares the least used one of equal ranks, and has none where there is no such one.
-
-    Args:
-        most: channels of edges that one rank may be a member of.
+    an edge shares the least used one of equal ranks, and has none where there is no such one. `most`: channels of edges
+    that one rank may be a member of.
     """
     context: dict[Channel, None] = {}
     for name in graph.order:

@@ -58,8 +58,7 @@ class RankStep:
 
     Attributes:
         source_shape, result_shape: of its local tensors; None outside the layout.
-        fills: whether what is put in place covers the result, so that it need not be zeroed. Where pieces are added:
-            whether the first does.
+        fills: whether what is put in place (of added pieces the first) covers the result, which needs no zeros then.
         receives: by source rank.
         sends: in rotated order, so that the ranks do not all send to the same one first.
         own: what it holds and keeps: pairs of blocks of both tensors.

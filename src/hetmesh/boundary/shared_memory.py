@@ -36,7 +36,6 @@ class _Slot:
             self._flag[0] = in_use
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The message."""
         return self._bytes[_HEADER_BYTES : _HEADER_BYTES + numel * dtype.itemsize].view(dtype)
 
 
@@ -55,11 +54,8 @@ class SlotWriter:
         self._slots: dict[int, list[_Slot]] = {}  # by size
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Tensor]:
-        """A free slot: where it starts in the file, and where to write a message of `numel` elements.
-
-        Raises:
-            OSError: no memory is left for it, or no file descriptor.
-        """
+        """A free slot: where it starts in the file, and where to write a message of `numel` elements. Raises OSError:
+        no memory is left for it, or no file descriptor."""
         size = _slot_bytes(numel, dtype)
         # Always the first that is free: its pages exist, and it is likelier than others to be in a cache.
         slot = next((slot for slot in self._slots.get(size, ()) if not slot.in_use), None) or self._grow(size)

@@ -64,14 +64,9 @@ def check_transport(transport: str) -> None:
 
 @lru_cache(maxsize=128)
 def choose(plan: TransferPlan, backend: str, transport: str = "auto") -> str:
-    """The transport of `plan`: the given one where it can carry the plan, else the cheapest.
-
-    Args:
-        backend: the name of the backend, or `MEMORY`.
-
-    Raises:
-        BoundaryError: `dtensor` is asked for where DTensor.redistribute would be wrong or emulated.
-    """
+    """The transport of `plan`: the given one where it can carry the plan, else the cheapest. `backend`: the name of the
+    backend, or `MEMORY`. Raises BoundaryError: `dtensor` is asked for where DTensor.redistribute would be wrong or
+    emulated."""
     if transport == "dtensor" and not can_use_dtensor(plan.src, plan.dst, plan.shape, backend):
         raise BoundaryError(
             f"DTensor.redistribute cannot carry {plan.src} -> {plan.dst} on {backend}: it needs one shared mesh, even "

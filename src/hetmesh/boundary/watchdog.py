@@ -80,9 +80,7 @@ class Watchdog:
         """A context that watches its body; `str(what)` names it in the message.
 
         Watches nest. To enter or leave one inside counts as progress: the time begins anew, for the innermost.
-
-        Args:
-            timeout: longer than that of the watchdog, `math.inf` for what may take as long as it likes; for all inside.
+        `timeout`: longer than that of the watchdog, `math.inf` for what may take as long as it likes; for all inside.
         """
         return _Watch(self, what, timeout)
 
@@ -124,7 +122,6 @@ class Watchdog:
         return None
 
     def close(self) -> None:
-        """Stop the thread."""
         self._wake.set()
         if self._thread is not None:
             self._thread.join()

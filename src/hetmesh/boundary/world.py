@@ -378,8 +378,7 @@ def reduce_over_ranks(values: Iterable[Tensor | float], world: World) -> list[fl
 
 
 def gather_over_ranks(values: list[float], world: World, more: Tensor | None = None) -> Tensor:
-    """`values` of every rank, followed by `more`, which lies on its device: float64 `[ranks, numbers]` on the CPU.
-    Collective over all ranks of the job."""
+    """`values` of every rank, then `more` from its device: float64 `[ranks, numbers]` on the CPU. Collective."""
     row = world.accelerator.pinned(torch.tensor(values, dtype=torch.float64)).to(world.device, non_blocking=True)
     row = row if more is None else torch.cat([row, more])
     table = torch.zeros(world.size, len(row), dtype=torch.float64, device=world.device)

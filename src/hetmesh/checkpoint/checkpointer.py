@@ -44,8 +44,7 @@ class Checkpointer:
     parameter name, the schedule, the data position, and each rank's random state. Loading needs the same modules and
     the same optimizer; nothing that is saved is left unread, except random states of ranks that no longer exist.
 
-    Methods are collective, and a CheckpointError or RecipeError is the same on every rank, except for `steps`,
-    `remove_old` and `close`.
+    Methods are collective, and their errors the same on every rank, except for `steps`, `remove_old` and `close`.
 
     Args:
         folder: of the step folders.
@@ -165,8 +164,7 @@ class Checkpointer:
                 folders.remove_old(self.folder, self.keep_latest)
 
     def wait(self) -> None:
-        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written, or takes longer
-        than the timeout."""
+        """Wait until a save beside training is complete. Raises CheckpointError: it cannot be written in time."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -217,8 +215,7 @@ class Checkpointer:
 
         Raises:
             RecipeError: the checkpoint is of other modules or another optimizer.
-            CheckpointError: it cannot be read, or bytes have changed since it was written; tensors may have been
-                overwritten then.
+            CheckpointError: it cannot be read, or has changed since it was written; tensors may be overwritten then.
         """
         path = self.folder / f"step-{step}"
         with self.patience(), self._advising(step):

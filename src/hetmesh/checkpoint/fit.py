@@ -105,10 +105,7 @@ class Needs:
     @classmethod
     def of(cls, root: nn.Module, exclude: Sequence[str], saved: Mapping[str, Any], referred: Collection[str]) -> Needs:
         """Of the modules under `root`, each tensor by the name that it has there, else by that without adapters.
-
-        Args:
-            referred: modules that the checkpoint does not hold.
-        """
+        `referred`: modules that the checkpoint does not hold."""
         lora = {name: found for name, module in root.named_children() if (found := _adapters(module))}
         ranks, wrapped = _ranks(saved), {base_name(key) for key in saved if base_name(key) != key}
         state: dict[str, Tensor] = {}
@@ -132,11 +129,8 @@ class Needs:
 
 
 def verdict(ranks: Sequence[Needs], exclude: Sequence[str], saved: Mapping[str, Any], run: RunState) -> list[str]:
-    """Why a checkpoint that holds `saved` does not fit what all `ranks` need; empty if it does.
-
-    Args:
-        run: what the checkpoint says about its run.
-    """
+    """Why a checkpoint that holds `saved` does not fit what all `ranks` need; empty if it does. `run`: what the
+    checkpoint says about its run."""
     names = frozenset().union(*(needs.names for needs in ranks))
     lora = {name: rank_and_alpha for needs in ranks for name, rank_and_alpha in needs.lora.items()}
     mine = {module_of(name) for name in names}

@@ -72,12 +72,8 @@ def read_index(world: World, path: Path) -> Index:
 
 @no_garbage_collection()
 def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> None:
-    """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare what is read with its
-    checksums. Collective.
-
-    Raises:
-        CheckpointError: it cannot be read, or has changed; tensors may have been overwritten then. On every rank.
-    """
+    """Read the values of `state` from the checkpoint at `path`, tensors in place, and compare checksums. Collective.
+    Raises CheckpointError: it cannot be read, or has changed; tensors may have been overwritten then. On every rank."""
     try:
         errors = read_alone(path, state, index, f"rank {world.rank}: ")
     except CheckpointError as error:
@@ -87,14 +83,8 @@ def read_into(world: World, path: Path, state: dict[str, Any], index: Index) -> 
 
 def read_alone(path: Path, state: dict[str, Any], index: Index, rank: str = "") -> list[str]:
     """`read_into` on one rank, without others. It does what `dcp.load` does on each rank; what that does between ranks,
-    sending all plans to one of them, changes none.
-
-    Returns:
-        What has changed since it was written, in words.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    sending all plans to one of them, changes none. Returns what has changed since it was written, in words. Raises
+    CheckpointError: it cannot be read."""
     reader, planner = CheckedReader(path, index.sums), Planner()
     try:
         planner.set_up_planner(state, index.metadata, is_coordinator=False)
@@ -115,7 +105,6 @@ class Planner(DefaultLoadPlanner):
         self._known: dict[bytes, Any] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads."""
         plan, held, metadata = super().create_local_plan(), uneven_parts(self.state_dict), self.metadata
         items = [item for item in plan.items if item.dest_index.fqn not in held]
         if metadata is not None:
@@ -162,12 +151,10 @@ class CheckedReader(checksums.Reader):
         self.damage: list[str] = []
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """As DCP's."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._saved = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As DCP's."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)

@@ -129,8 +129,7 @@ class RunState:
 
 
 def read_run(world: World, path: Path) -> tuple[Index, RunState]:
-    """What the checkpoint at `path` holds, and its `run_state`. Collective. Raises CheckpointError: it cannot be
-    read."""
+    """What a checkpoint holds, and its `run_state`. Collective. Raises CheckpointError: it cannot be read."""
     state, index = {RUN: ""}, read_index(world, path)
     if RUN in index.saved:
         read_into(world, path, state, index)

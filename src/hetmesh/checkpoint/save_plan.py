@@ -84,7 +84,6 @@ class SavePlanner(DefaultSavePlanner):
     """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`)."""
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has."""
         plan, held = super().create_local_plan(), uneven_parts(self.state_dict)
         items = []
         for item in plan.items:

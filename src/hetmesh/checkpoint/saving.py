@@ -80,8 +80,7 @@ class PendingSave:
         return self.error
 
     def wait_named(self) -> str:
-        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks need not wait after
-        their part is written."""
+        """On rank 0, wait until the checkpoint has its name; returns the error, if any. Other ranks need not wait."""
         if not self._named.wait(max(0.0, self._deadline - time.monotonic()) + 1.0):  # it gives up by itself before
             return f"{self.place.fails}: rank 0 has not made it complete within {self.place.timeout:g} s"
         return self.error
@@ -91,11 +90,8 @@ class PendingSave:
         self._thread.join(patience)
 
     def give_up(self) -> bool:
-        """A rank has failed, or is late: wait for no more reports. This rank's writing ends by itself.
-
-        Returns:
-            Whether the files may be removed; False while they are being named after all.
-        """
+        """A rank has failed, or is late: wait for no more reports. This rank's writing ends by itself. Returns whether
+        the files may be removed; False while they are being named after all."""
         with self._deciding:
             self._given_up.set()
             return self._named.is_set() or not self._naming

@@ -63,8 +63,7 @@ class _Summed:
 
 
 def write_file(path: Path, entries: Iterable[SavedEntry]) -> list[WrittenPart]:
-    """Write tensors, and the bytes of all else, into a file and to the disk, in DCP's format: each as torch.save does.
-    Raises OSError."""
+    """Write tensors, and bytes of all else, to the disk in DCP's format: each as torch.save does. Raises OSError."""
     written = []
     with open(path, "wb") as raw, without_zip_checksums():
         stream = _Summed(raw)

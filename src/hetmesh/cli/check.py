@@ -48,14 +48,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[str]]:
-    """The recipe resolved, and its summary, notes last, after every check that one process can make.
-
-    Args:
-        files: whether to look for the files that samples name.
-
-    Raises:
-        RecipeError: everything that is wrong, a line each.
-    """
+    """The recipe resolved, and its summary, notes last, after every check that one process can make. `files`: whether
+    to look for the files that samples name. Raises RecipeError: everything that is wrong, a line each."""
     from hetmesh.data.source import abilities_of
     from hetmesh.errors import Refusals
     from hetmesh.records.dump_folder import resumable

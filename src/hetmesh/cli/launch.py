@@ -2,8 +2,7 @@
 
 On a CPU workers are forked once everything heavy has been imported: 4 workers on 2 cores are in their first collective
 4 s after the command; spawned ones, each importing torch and transformers, after 34 s. Forking is safe only in a
-process with one thread: so no store, thread pool or autograd engine is started before. On CUDA, where a forked child
-cannot use the device, workers are spawned.
+process with one thread: no store, thread pool or autograd engine is started before. On CUDA workers are spawned.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
 
     Workers are forked on a CPU, where this process has one thread. Otherwise they start anew: `function` is then at the
     top level of a module, and a script calls this under `if __name__ == "__main__":`. Raises LaunchError: a worker
-    failed (its error, the first of all), the launcher started another number of processes, or this machine has GPUs,
-    but fewer than `ranks`.
+    failed (its error), the launcher started another number of processes, or GPUs are fewer.
     """
     place = find_place(os.environ)
     if place is not None:
@@ -131,8 +129,7 @@ def work(
 
 
 def start_method(workers: int, who: str = "the recipe has") -> Method:
-    """How to start workers: `"fork"` on a CPU under Linux, else `"spawn"`. Raises LaunchError: there are GPUs, but
-    fewer than `workers`."""
+    """How to start workers: `"fork"` on a CPU under Linux, else `"spawn"`. Raises LaunchError: too few GPUs."""
     devices = torch.cuda.device_count()
     if 0 < devices < workers:
         raise LaunchError(

@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Measure layers in this one process, on one device; a CPU's with one thread. Their collectives before that, in a
-    process for each rank of a group."""
+    """Measure collectives, in a process for each rank of a group, then layers in this one, on a CPU with one thread."""
     with no_blas_threads():
         # An older profile may be of other modules.
         recipe = load_recipe(args.recipe, (*overrides, "--profiling.profile="))

@@ -189,7 +189,6 @@ _TERMINATED = tuple(how_it_ended(-number) for number in _STOPPING)
 
 
 def _work(rank: int, parent: int, writer: Connection, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What a worker process runs."""
     die_with_parent(parent)
     if not faulthandler.is_enabled():
         faulthandler.enable()  # a crash in a library says which lines it was called from

@@ -18,8 +18,7 @@ _MISS_COST = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
 _SPLIT_TOLERANCES = 0.75
-"""What one split may miss, in tolerances. A split halves what its parent missed, so half would do at the worst; what is
-too much in the end, swaps remove."""
+"""What one split may miss, in tolerances. Splits halve what is missed, and swaps remove what is too much."""
 
 _SPARE_BLOCKS = 3  # blocks by which an arc may be shorter or longer than its share, as far as the token cap lets it
 

@@ -61,13 +61,9 @@ def block_edges(length: int, block: int) -> np.ndarray:
 def tile_counts(mask: Mask, edges: np.ndarray, tile: int = 32) -> np.ndarray:
     """Visible key tiles of each group of query rows `edges[g]` to `edges[g + 1]`: int64 [groups].
 
-    With groups of one row and tiles of one key it counts visible pairs.
-
-    Args:
-        edges: ascending positions, at least one group; `block_edges` for equal blocks.
-
-    Raises:
-        LayoutError: edges are not ascending or leave the sequence, or the tile is not positive.
+    With groups of one row and tiles of one key it counts visible pairs. `edges`: ascending positions, at least one
+    group; `block_edges` for equal blocks. Raises LayoutError: edges are not ascending or leave the sequence, or the
+    tile is not positive.
     """
     rows = _Rows.make(mask, edges, tile)
     long = rows.sources.before.sizes + rows.sources.always.sizes > _MIN_LOOKED_UP_INTERVALS
@@ -282,11 +278,8 @@ class _Shared:
 
 
 def _combinations(group: np.ndarray, source: np.ndarray, groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct sets of sources among groups.
-
-    Returns:
-        The number per group (-1: no source), and int64 [2, ...] pairs (number, source).
-    """
+    """Number the distinct sets of sources among groups. Returns the number per group (-1: no source), and pairs
+    (number, source), int64 [2, ...]."""
     first = np.searchsorted(group, np.arange(groups))
     counts = np.bincount(group, minlength=groups)
     held = np.flatnonzero(counts)

@@ -65,8 +65,7 @@ class Sources:
 def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: int) -> Sources:
     """The sources of the segments of a sequence, given by position.
 
-    Time grows with pairs of segments within a document (of all documents where earlier ones are seen), never with
-    tokens.
+    Time grows with segment pairs within a document (of all documents where earlier ones are seen), never with tokens.
     """
     f = fields
     text = f.instance == TEXT

@@ -1,5 +1,4 @@
-"""Masks of samples, the recipe's `attention_mask` among them: to add one, write its function here and enter it in
-`MASKS`."""
+"""Masks of samples, a recipe's `attention_mask` among them: a new one is a function here, entered in `MASKS`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ class Fields(NamedTuple):
     sees: np.ndarray
 
     def take(self, index: Any) -> Fields:
-        """The fields of chosen segments."""
         return Fields(*(field[index] for field in self))
 
 

@@ -26,8 +26,7 @@ class Segment:
 
     Attributes:
         document: its document, a number >= 0; unrelated documents have different ones.
-        instance: `TEXT`, or the number of the image, clip or recording within the document. One instance may have
-            several segments.
+        instance: `TEXT`, or the number of an item within the document. One instance may have several segments.
         rule: within the own instance.
         sees: of what else lies before.
     """
@@ -76,7 +75,6 @@ class Mask(HashedOnce):
 
     @cached_property
     def fields(self) -> Fields:
-        """The segments' fields, by position."""
         return Fields(*self._table[:4])
 
     @property

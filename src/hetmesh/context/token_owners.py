@@ -22,9 +22,6 @@ class TokenShares:
     """Equal shares of the `total` flat tokens of a lane: B padded samples of S tokens, one after another.
 
     A share is contiguous and may span samples; the last ones are shorter or empty, and are padded to `size`.
-
-    Attributes:
-        total: B * S.
     """
 
     total: int
@@ -83,14 +80,8 @@ def cut_out(intervals: Intervals, start: int, stop: int) -> Intervals:
 def owned_rows(
     samples: Sequence[SampleMeta], starts: Sequence[int], at: str, tokens: LaneTokens, owner: int
 ) -> Intervals:
-    """Which rows, of those that replace the placeholders `at`, one rank keeps.
-
-    Args:
-        starts: the first row of each sample in the row space.
-
-    Returns:
-        Intervals of rows in the order in which the rank keeps their tokens.
-    """
+    """Which rows, of those that replace the placeholders `at`, one rank keeps. `starts`: the first row of each sample
+    in the row space. Returns intervals of rows in the order in which the rank keeps their tokens."""
     runs: list[tuple[int, int, int]] = []  # first token, tokens, first row
     for sample, first, row in zip(samples, tokens.starts, starts, strict=True):
         for item in sample.media:
@@ -126,8 +117,7 @@ def share_media(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[Lane
 
 
 def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[LaneTokens, Mask | None]:
-    """The tokens of one lane in one microbatch of `module`, and what they see of each other where they are packed.
-    `samples` are expanded."""
+    """The tokens of one lane in one microbatch of `module`, and what they see where packed. `samples` are expanded."""
     if module.tokens_per_row:
         return share_media(module, samples)
     lengths = [sample.tokens for sample in samples]

@@ -138,10 +138,7 @@ def gradient_sum_time(
     elements: int, itemsize: int, shards: Sequence[int], replicas: Sequence[int], machine: Machine
 ) -> tuple[float, float]:
     """Seconds of summing the gradients of `elements` parameters over a module's lanes: of the reduce-scatter over
-    shards, and of the all-reduce of a share over replicas.
-
-    Args:
-        shards, replicas: the ranks of one `dp_shard` and one `dp_replicate` group.
-    """
+    shards, and of the all-reduce of a share over replicas. `shards`, `replicas`: the ranks of one `dp_shard` and one
+    `dp_replicate` group."""
     size = elements * itemsize
     return (reduce_scatter(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))

@@ -26,8 +26,7 @@ from hetmesh.errors import HetmeshError
 from hetmesh.files import from_json, read_file, write_json
 
 PARTS = ("forward", "backward_input", "backward_weight", "backward")
-"""What is measured: a forward, and backwards that make the gradients of the input alone, of the parameters alone, and
-of both. A recomputation is a forward."""
+"""What is measured: a forward (or recomputation), and backwards for the input alone, the parameters alone, and both."""
 COLLECTIVES = ("collectives_forward", "collectives_backward")
 """Parts of a layer's collectives."""
 _MAX_NUMBER = 1e30  # of a number that is read: what is made of it stays finite
@@ -42,7 +41,6 @@ class Coefficients:
     per_pair: float = 0.0
 
     def at(self, rows: int, pairs: int) -> float:
-        """The value for `rows` and `pairs`."""
         return self.constant + self.per_row * rows + self.per_pair * pairs
 
 
@@ -76,8 +74,7 @@ class Profile:
         held_out: errors on shapes that were not fitted.
         dtype: in which the layers computed.
         device: on what.
-        collectives: kind -> `COLLECTIVES` -> coefficients of what the collectives inside a layer take; of kinds that
-            are missing a machine's links tell.
+        collectives: kind -> `COLLECTIVES` -> coefficients of collectives inside a layer; missing: by a machine's links.
         collectives_held_out: their errors.
     """
 
@@ -215,10 +212,7 @@ def fit(
     collectives: tuple[Sequence[Observation], Sequence[Observation]] = ((), ()),
 ) -> Profile:
     """A profile of `observations`, with its errors on `held_out`. Raises HetmeshError: a layer lacks one of `PARTS`.
-
-    Args:
-        collectives: observations of `COLLECTIVES`, and held out.
-    """
+    `collectives`: observations of `COLLECTIVES`, and held out."""
     layers, sent = _fitted(observations), _fitted(collectives[0])
     for kind, parts in layers.items():
         if missing := [part for part in PARTS if part not in parts]:

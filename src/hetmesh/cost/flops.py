@@ -56,11 +56,8 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
 
 
 def module_flops(module: ModuleShape, work: Work, *, upstream: bool) -> Flops:
-    """Of a whole module, over all its ranks.
-
-    Args:
-        upstream: whether a module that feeds it, directly or not, is trainable.
-    """
+    """Of a whole module, over all its ranks. `upstream`: whether a module that feeds it, directly or not, is
+    trainable."""
     total = Flops()
     for layer in module.layers:
         total += layer_flops(layer, work, upstream=upstream)
@@ -87,11 +84,8 @@ class SampleCosts:
 
     @classmethod
     def of(cls, shape: ModuleShape | None, *, upstream: bool) -> SampleCosts:
-        """From the sizes of a module; where they are not known, every row costs the same.
-
-        Args:
-            upstream: whether a module that feeds it is trainable.
-        """
+        """From the sizes of a module; where they are not known, every row costs the same. `upstream`: whether a module
+        that feeds it is trainable."""
         if shape is None:
             return cls((1, 0, 0), 2.0)
         units = [module_flops(shape, work, upstream=upstream) for work in _UNITS]

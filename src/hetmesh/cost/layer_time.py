@@ -140,11 +140,8 @@ def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int, seque
 
 
 def upstream_flags(module: ModuleShape, upstream: bool) -> tuple[bool, ...]:
-    """Per layer whether anything trainable comes before it.
-
-    Args:
-        upstream: whether a module that feeds this one, directly or not, is trainable.
-    """
+    """Per layer whether anything trainable comes before it. `upstream`: whether a module that feeds this one, directly
+    or not, is trainable."""
     flags = []
     for layer in module.layers:
         flags.append(upstream)

@@ -1,8 +1,7 @@
 """What selective activation checkpointing keeps of a layer: outputs of operations whose sizes follow from its weights.
 
-Names are those of torch (`torch.ops`), but for two which torch takes apart before it calls a kernel, and torchtitan's
-list has too: `aten.linear` stands for `aten.mm` and `aten.addmm`, `aten.scaled_dot_product_attention` for its fused
-kernels.
+Names are those of torch (`torch.ops`), but for two that torch takes apart before it calls a kernel (as in torchtitan):
+`aten.linear` stands for `aten.mm` and `aten.addmm`, `aten.scaled_dot_product_attention` for its fused kernels.
 """
 
 from __future__ import annotations

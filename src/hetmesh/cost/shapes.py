@@ -12,8 +12,7 @@ from hetmesh.layout.hashing import HashedOnce
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """How many tensors of a parameter's size its optimizer keeps, and whether its step needs the whole parameter, which
-    ranks that hold shards of it gather."""
+    """How many tensors of a parameter's size its optimizer keeps, and whether its step gathers the whole parameter."""
 
     copies: int
     whole: bool
@@ -77,7 +76,6 @@ class WeightShape:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -201,8 +199,7 @@ class ModuleShape(HashedOnce):
 
     @cached_property
     def uncounted(self) -> tuple[str, ...]:
-        """Stacks of experts of a model that does not say how many of them a row chooses: their products are missing in
-        FLOPs and seconds."""
+        """Stacks of experts of which a row chooses an unknown number: FLOPs and seconds lack their products."""
         stacks = (w for w in self.weights if len(w.shape) > 2 and not w.per_row)
         return tuple(w.name for w in stacks if "experts" in w.name.split("."))
 

@@ -41,7 +41,6 @@ class StaticMemory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return self.parameters + self.gradients + self.optimizer
 
     def beside(self, other: StaticMemory) -> StaticMemory:
@@ -80,8 +79,7 @@ def static_memory(
 
 @dataclass(frozen=True)
 class _Split:
-    """Sizes of the axes along which ranks hold different parts, and whether FSDP shards what are no experts (`dense`)
-    over `dp_shard` and `ep` together."""
+    """Sizes of the axes along which ranks hold different parts; `dense`: FSDP shards all but experts, too."""
 
     pp: int
     tp: int
@@ -142,8 +140,7 @@ def update_bytes(held: Sequence[StaticMemory], optimizer: str, implementation: s
 
     Args:
         held: by one rank, of each module.
-        optimizer, implementation: their names in a recipe; SGD has no fused kernel that takes DTensors, and is
-            "foreach" instead.
+        optimizer, implementation: their names in a recipe; SGD has no fused kernel for DTensors: it is "foreach".
     """
     own = max((cell.update for cell in held), default=0)
     if optimizer not in OPTIMIZER_COPIES:
@@ -178,8 +175,7 @@ def place_weights(
     module: ModuleShape, pp: int, place: int, stages: Sequence[Collection[str]] = ()
 ) -> tuple[WeightShape, ...]:
     """The parameters that the ranks at coordinate `place` of a `pp` axis of that size hold, each once: those of the
-    layers of their stages, one that is tied to a layer elsewhere included, and what belongs to no layer, of which every
-    place has a copy."""
+    layers of their stages, tied ones included, and a copy of what belongs to no layer."""
     own = {layer for run in stages[place::pp] for layer in run}
     kept = (layer for layer in module.layers if not stages or not layer.name or layer.name in own)
     return ModuleShape(module.name, tuple(kept)).weights

@@ -21,8 +21,7 @@ class StageCost:
         backward_input: seconds of the part of the backward that makes the gradient of the stage's input (with what full
             recomputation adds); 0 where nothing before the stage is trainable.
         backward_weight: seconds of the part that makes the gradients of its parameters; 0 where they are frozen.
-        collectives_forward, collectives_backward: how much of these seconds are collectives inside layers (tensor
-            parallelism).
+        collectives_forward, collectives_backward: of these the collectives inside layers (tensor parallelism).
         activation_bytes: kept from forward to backward on each rank; 0 where no backward follows.
         forward_bytes, backward_bytes: the most that each holds beyond that at a time.
         split_bytes: kept between the two parts of a split backward beyond that.
@@ -74,8 +73,7 @@ class StageBytes:
         gathered: parameters that FSDP gathers for a forward and keeps for the backward, while one is to come.
         summed: copies of gradients that are packed to be summed over ranks after the last backward.
         gathering: of the bytes that an action holds for a moment, those of parameters that FSDP gathers for it alone.
-        scattered: whole gradients of what FSDP gathers for all of a forward, while they are summed to shards at the end
-            of each backward.
+        scattered: whole gradients of what FSDP gathers for a whole forward, while they are summed to shards.
         whole: whether `gathered` stays from its first action of a step to the last, whose end the sums are at, and
             `gradients` are there from then on.
         whole_gradients: what adds up meanwhile, from the first backward on.

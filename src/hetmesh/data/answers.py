@@ -21,8 +21,7 @@ def answer_start(meta: SampleMeta) -> int:
 
 
 def end_tokens(source: Source, recipe: Recipe) -> frozenset[int]:
-    """Tokens that end an answer: those that the source knows, and those of generation_config.json in the directory of
-    the LLM."""
+    """Tokens that end an answer: the source's, and those of generation_config.json in the LLM's directory."""
     pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
     configured = set() if pretrained is None else configured_end_tokens(pretrained.path)
     return frozenset(abilities_of(source).end_ids()) | configured
@@ -63,7 +62,6 @@ class Continued:
         return replace(meta, tokens=stop, media=media, targets=(*earlier, (start, stop)))
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The payload of sample `index`."""
         sample, meta = self.base.load(self.indices[index], kinds), self.meta(index)
         sample = units_left(sample, self.base.meta(self.indices[index]), meta)
         written = torch.tensor([*self.answers[index], self.pad_id])

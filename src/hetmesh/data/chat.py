@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hetmesh.data.chat_template import (
     broken_lines,
     check_written,
@@ -36,8 +38,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.js
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as tokens: their ids, the `[start, stop)` spans of those that the assistant says, and the turn of
-    each of these."""
+    """A conversation's token ids, `[start, stop)` spans of what the assistant says, and the turn of each of these."""
 
     ids: tuple[int, ...]
     targets: tuple[tuple[int, int], ...]
@@ -97,7 +98,6 @@ class Chat:
             with contextlib.suppress(SampleError):  # it may want more of a conversation
                 self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
-        self._backend = _backend_of(tokenizer, list(placeholders.values()))
         # Padding is never looked at, so any token but a placeholder will do.
         self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
 
@@ -132,7 +132,7 @@ class Chat:
             else None
             for i, (token, (start, stop)) in enumerate(zip(ids, encoding["offset_mapping"], strict=True))
         ]
-        return Encoded(ids, _runs([turn is not None for turn in turns]), tuple(t for t in turns if t is not None))
+        return Encoded(ids, runs_of([turn is not None for turn in turns]), tuple(t for t in turns if t is not None))
 
     def text_and_spans(
         self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING
@@ -148,13 +148,6 @@ class Chat:
         found |= zip(answers, spans, strict=True)
         return text, tuple((*found[i], i) for i in sorted(found) if i not in further.untrained)
 
-    def ids(self, sample_id: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> tuple[int, ...]:
-        """The tokens of `encode` alone, in half the time. Raises SampleError: the template fails."""
-        text = self._render(sample_id, messages, further=further)
-        if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def prompt(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
         """The tokens of a conversation up to where the assistant speaks next; see `prompt_text`."""
         text = self.prompt_text(sample_id, messages)
@@ -163,9 +156,8 @@ class Chat:
     def prompt_text(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> str:
         """The text of a conversation up to where the assistant speaks next.
 
-        It ends with the template's own generation prompt, where `encode` has that before what the assistant says too;
-        else with what it has there, without spaces at the end, which tokenizers give to the word that follows. Raises
-        SampleError: the template fails."""
+        It ends with the template's own generation prompt, where that comes before what the assistant says too; else
+        with what does, without spaces at the end, which belong to the next word. Raises SampleError."""
         mark = "\ue000"
         before, found, _ = self._render(sample_id, [*messages, ("assistant", mark)]).partition(mark)
         if not found:
@@ -291,23 +283,7 @@ class Chat:
         return blank + max(ends) if ends else 0
 
 
-_PROBE = " A word, 2 words\n\tand more: \u00e4\u4e2d\U0001f600 "
-
-
-def _backend_of(tokenizer: Any, placeholders: Sequence[str]) -> Any:
-    """What does the work behind `tokenizer`, at a quarter of the price for short texts; None where transformers does
-    something of its own before or after."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    texts = [_PROBE, *(_PROBE + text + _PROBE + text for text in [*placeholders, *tokenizer.all_special_tokens])]
-    by_tokenizer = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # which also turns off
-    # truncation and padding that a tokenizer.json may ask for
-    same = by_tokenizer == [backend.encode(text, add_special_tokens=False).ids for text in texts]
-    return backend if same else None
-
-
-def _runs(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+def runs_of(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:
     """`[start, stop)` of the runs of True."""
-    edges = [i for i, (a, b) in enumerate(zip([False, *chosen], [*chosen, False], strict=True)) if a != b]
+    edges = np.flatnonzero(np.diff(np.array(chosen, bool), prepend=False, append=False)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))

@@ -49,13 +49,8 @@ def parts_of(text: str, placeholders: Mapping[str, str]) -> list[dict[str, str]]
 
 def content_form(render: Render, placeholders: Mapping[str, str], key: str) -> Form:
     """The form in which a template is right: parts in every turn, parts in turns with media, or one text.
-
-    Args:
-        placeholders: kind of media -> its token.
-
-    Raises:
-        RecipeError: the template writes something for an item, but not the placeholder.
-    """
+    `placeholders`: kind of media -> its token. Raises RecipeError: the template writes something for an item, but not
+    the placeholder."""
     if not placeholders:
         return str
 
@@ -217,9 +212,8 @@ def _written(render: Render, form: Form, token: str) -> str | None:
 
 @contextmanager
 def time_limit(template: str, key: str) -> Iterator[None]:
-    """Interrupt the Python code of the body, which tries a template, after `MAX_TRIAL_SECONDS`. Every line of it looks
-    at the clock, so it is several times as slow as otherwise. Raises RecipeError: it took longer, or could not be
-    interrupted."""
+    """Interrupt the Python code of the body, which tries a template, after `MAX_TRIAL_SECONDS`; it is several times as
+    slow, as every line looks at the clock. Raises RecipeError: it took longer, or could not be interrupted."""
     if _has_power(template):
         raise RecipeError(f"{key} chat_template: it has a power (**) in it, which may take for ever")
     stop = time.thread_time() + MAX_TRIAL_SECONDS

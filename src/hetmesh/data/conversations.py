@@ -168,20 +168,17 @@ class ConversationsSource:
 
     @property
     def index_inputs(self) -> Mapping[str, Any]:
-        """What its metadata depends on."""
         return self._inputs(self._store.files)
 
     @property
     def store_arrays(self) -> Mapping[str, np.ndarray]:
-        """Where its records lie in the files."""
         return self._store.arrays
 
     def _inputs(self, files: Sequence[Path]) -> dict[str, Any]:
         return {**self._settings, "the files of the data": file_states(files)}
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of conversation `index`. Raises SampleError: it is none, or a media file of changing size cannot be
-        read."""
+        """Metadata of conversation `index`. Raises SampleError: it is none, or a header of its media cannot be read."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         if self._known is not None:
@@ -229,7 +226,6 @@ class ConversationsSource:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
         return self._chat.end_ids
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
@@ -303,10 +299,7 @@ class ConversationsSource:
         if self.preparation is not None:
             turns = self.preparation.turns(name, messages, further)
             return _Conversation(name, Encoded((), ()), tuple(media), stored.size, turns)
-        if self._known is None or self.values:
-            encoded = self._chat.encode(name, messages, further)
-        else:  # the index has the targets
-            encoded = Encoded(self._chat.ids(name, messages, further), ())
+        encoded = self._chat.encode(name, messages, further)
         if (written := self._kinds_in(encoded.ids)) != (kinds := [kind for kind, _ in media]):
             raise SampleError(
                 f"sample {name!r}: its text has placeholders of {written}, its media are {kinds}; "

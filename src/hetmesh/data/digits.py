@@ -81,6 +81,7 @@ class DigitsSource:
         RecipeError: an unknown split, `max_images` or `max_strip` below 1, or `tail` below 0.
     """
 
+    vocabulary: Sequence[str] = VOCABULARY
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     end_ids = (END,)
@@ -148,8 +149,7 @@ class DigitsSource:
         return SampleMeta(self._id(index), tokens, media, targets=((prompt, tokens),))
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """Payload of sample `index`; each image is float32 `[1, 8, 8 * digits]`, of values -1..1 before noise is
-        added."""
+        """Payload of sample `index`; each image is float32 `[1, 8, 8 * digits]`, of -1..1 before noise is added."""
         question = self.ask(index)
         tokens = torch.tensor([*_encode(question.text), *_encode(question.answer), END])
         if not wants(kinds, "image"):
@@ -164,7 +164,6 @@ class DigitsSource:
         return Sample(self._id(index), tokens, {"image": images})
 
     def kind(self, index: int) -> str:
-        """`read`, `sum` or `add`."""
         return self.ask(index).kind
 
     def question(self, index: int) -> str:
@@ -172,7 +171,6 @@ class DigitsSource:
         return self.ask(index).text
 
     def answer(self, index: int) -> str:
-        """The right answer."""
         return self.ask(index).answer
 
     def picture(self, index: int) -> str:
@@ -181,12 +179,12 @@ class DigitsSource:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids up to the first end token; a token outside the vocabulary shows as `<7?>`."""
-        known = [VOCABULARY[t] if 0 <= t < len(VOCABULARY) else f"<{t}?>" for t in map(int, tokens)]
+        texts = self.vocabulary
+        known = [texts[t] if 0 <= t < len(texts) else f"<{t}?>" for t in map(int, tokens)]
         return "".join(known[: known.index("<end>")] if "<end>" in known else known)
 
     @property
     def abilities(self) -> SourceAbilities:
-        """It decodes its answers."""
         return SourceAbilities(decode=self.decode, end_ids=lambda: self.end_ids)
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
@@ -219,9 +217,8 @@ class DigitsSource:
 def read_digit(path: Path) -> torch.Tensor:
     """An image file as float32 `[1, 8, 8]`, values -1 (paper) to 1 (ink), as the demo's own images are.
 
-    The colour at the border is paper, what differs from it most is ink, so both black on white and white on black will
-    do. An image of another size is averaged over 8x8 fields. Raises SampleError: the file cannot be read, or is of one
-    colour."""
+    The colour at the border is paper, what differs from it most is ink: black on white or white on black. An image of
+    another size is averaged over 8x8 fields. Raises SampleError: the file cannot be read, or is of one colour."""
     from PIL import Image
 
     try:

@@ -45,6 +45,7 @@ class VideoDigitsSource(DigitsSource):
         RecipeError: an unknown split, `max_frames` below 4, or `tail` below 0.
     """
 
+    vocabulary = VOCABULARY
     vocab_size = len(VOCABULARY)
     pad_id = PAD
     end_ids = (END,)
@@ -98,11 +99,6 @@ class VideoDigitsSource(DigitsSource):
     def picture(self, index: int) -> str:
         """The clip's frames side by side as text art."""
         return text_art(_pixels(self.ask(index).images))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of token ids up to the first end token; a token outside the vocabulary shows as `<99?>`."""
-        known = [VOCABULARY[t] if 0 <= t < len(VOCABULARY) else f"<{t}?>" for t in map(int, tokens)]
-        return "".join(known[: known.index("<end>")] if "<end>" in known else known)
 
     def _id(self, index: int) -> str:
         return f"digits_video/{self.split}/{index}"

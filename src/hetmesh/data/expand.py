@@ -126,8 +126,7 @@ class Expander:
         return rows
 
     def refusals(self, metas: MetaArrays) -> dict[int, SampleError]:
-        """The errors of the samples that `check` refuses, by their place, ascending. Only suspicious samples are looked
-        at one by one."""
+        """Errors of the samples that `check` refuses, by rising place. Only suspects are looked at one by one."""
         suspects = _perhaps_malformed(metas)
         suspects[list(metas.unreadable)] = True
         suspects[[i for i, meta in enumerate(metas.given) if meta.position_ids is not None]] = True

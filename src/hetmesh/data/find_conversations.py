@@ -36,14 +36,9 @@ class Conversations:
 
 
 def find_conversations(path: str, media_folder: str | None = None, key: str = "--data") -> Conversations:
-    """The conversations that `path` names: a file, a pattern of files, or a folder that has them.
-
-    Args:
-        media_folder: where relative names of media start, if it is known.
-
-    Raises:
-        RecipeError: there are none, or several; none in a form that is read; media files that they name are not there.
-    """
+    """The conversations that `path` names: a file, a pattern of files, or a folder that has them. `media_folder`: where
+    relative names of media start, if it is known. Raises RecipeError: there are none, or several; none in a form that
+    is read; media files that they name are not there."""
     root = Path(path).expanduser()
     if not root.is_dir() or (root / "dataset_info.json").is_file():
         store = open_store(str(root), (), key)

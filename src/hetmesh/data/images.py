@@ -26,9 +26,8 @@ SIZES = ((64, 96), (230, 150), (1000, 1000))
 
 
 class ImageProcessor:
-    """The image processor of a directory (transformers' `AutoImageProcessor`), for models that take images one by one:
-    `[channels, height, width]` each. One that makes more of an image, or several tiles, belongs to a directory whose
-    whole processor prepares samples.
+    """The image processor of a directory (transformers' `AutoImageProcessor`), for models that take images one by one,
+    `[channels, height, width]` each. One that makes tiles is for whole processors.
 
     Args:
         folder: the directory.
@@ -94,8 +93,7 @@ class ImageProcessor:
 
 
 def open_image(file: BinaryIO | Path) -> Image:
-    """An image whose header has been read. Raises OSError, ValueError: it is none, has too many pixels, or is one that
-    Pillow has another program draw."""
+    """An image whose header has been read. Raises OSError, ValueError: it is none, too large, or an EPS program."""
     from PIL import Image as pillow
 
     image = pillow.open(file)
@@ -118,11 +116,8 @@ def upright_size(image: Image) -> tuple[int, int]:
 
 def upright(image: Image, converts: bool) -> Image:
     """An opened image as processors take it: decoded, turned as its EXIF data say, in RGB, or as it is where it is
-    transparent and the processor `converts` it.
-
-    Raises:
-        OSError, ValueError: it cannot be read, has more than 8 bits per channel, or is transparent.
-    """
+    transparent and the processor `converts` it. Raises OSError, ValueError: it cannot be read, has more than 8 bits per
+    channel, or is transparent."""
     load_upright(image)
     if image.mode.startswith(("I", "F")):  # Pillow would clip them to 0..255
         raise ValueError(f"its pixels have more than 8 bits per channel (Pillow's mode {image.mode!r})")

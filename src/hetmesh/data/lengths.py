@@ -45,9 +45,8 @@ class Lengths:
 
 
 def read_lengths(path: str | Path, valid: Collection[str] | None = None) -> Lengths:
-    """Read a file of lengths: on each line one sample, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module,
-    of which `valid` has the names (None: any). Raises RecipeError: it cannot be read, has no samples, or another
-    line."""
+    """Read a file of lengths: a sample on each line, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module, of
+    which `valid` has the names (None: any). Raises RecipeError: it cannot be read, has no samples, or another line."""
     columns: dict[str, list[int]] = {}
     lines: list[int] = []
     for number, sample in _samples(path):

@@ -73,8 +73,7 @@ class Loader:
         self._since = (0, 0)  # a step, and the place of its first sample in the stream
 
     def indices(self, step: int) -> tuple[int, ...]:
-        """Source indices of the global batch at `step`, in order. Raises ValueError: `step` is before the one at which
-        this run was resumed (or 0)."""
+        """Source indices of the global batch at `step`, in order. Raises ValueError: that is before the run."""
         return tuple(self.order.indices(self.place(step), self.global_batch_size))
 
     def place(self, step: int) -> int:
@@ -131,8 +130,7 @@ class Loader:
         ]
 
     def blank(self, drawn: DrawnSample, kinds: Collection[str] | None) -> Sample:
-        """What stands for a sample that cannot be read: padding and media of zeros, of the shapes that were planned, or
-        empty units for as many rows."""
+        """What stands for a sample that cannot be read: padding, and zeros or empty units as planned."""
         meta, media, rows = drawn.meta, dict[str, list[torch.Tensor]](), Counter[str]()
         tokens = torch.full((meta.tokens,), self.source.pad_id)
         for item in meta.media:
@@ -180,9 +178,8 @@ class Loader:
         return {"step": self.step, "sample": place, ORDER: self.order.until(place), **self._identity.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue where the loader that gave `state` was: the samples that come next are those that it would have
-        drawn, however many make a batch now. Returns and raises what `PositionIdentity.compare` does, and RecipeError:
-        they came in another order."""
+        """Continue with the samples that the loader which gave `state` would have drawn next, however many make a batch
+        now. Returns and raises what `PositionIdentity.compare` does, and RecipeError: they came in another order."""
         repaired = self._identity.compare(state)
         place, before = int(state["sample"]), state.get(ORDER, "")
         if (now := self.order.until(place)) != before:

@@ -101,8 +101,7 @@ def read_frames(file: BinaryIO, indices: Sequence[int]) -> DecodedFrames:
     between two of them nothing that a key frame makes superfluous.
 
     Raises:
-        ValueError: it is broken, has no video, or a frame is missing; frames of several sizes, or more than
-            `MOST_PIXELS`.
+        ValueError: it is broken, has no video, or lacks a frame; frames of several sizes, or more than `MOST_PIXELS`.
         RecipeError: PyAV is not installed.
     """
     wanted = sorted({int(index) for index in indices})
@@ -152,8 +151,7 @@ def _frames_said(stream: Any) -> int | None:
 
 
 def _spans(packets: Sequence[Any], times: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of packets, `(first, one past the last)`, that hold the frames shown at `times`, which ascend, with all
-    that these depend on."""
+    """Stretches of packets, `(first, one past the last)`, of frames shown at rising `times` and all that these need."""
     at = {packet.pts: i for i, packet in enumerate(packets) if not packet.is_discard}
     keys = [i for i, packet in enumerate(packets) if packet.is_keyframe]
     spans: list[tuple[int, int]] = []
@@ -201,8 +199,7 @@ def recording_header(file: BinaryIO, rate: int) -> int:
 
 
 def read_recording(file: BinaryIO, rate: int) -> np.ndarray:
-    """The first sound of a recording or video, float32 `[samples]` in -1..1: the mean of its channels, `rate` samples
-    per second.
+    """The first sound of a recording or video, float32 `[samples]` in -1..1: the mean of its channels, `rate` a second.
 
     Raises:
         ValueError: it is broken, ends early, has no sound, another rate than one of `RATES`, several, or more than

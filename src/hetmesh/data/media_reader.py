@@ -1,5 +1,4 @@
-"""Media of conversations as their processors want them: images, and recordings as log-mel features, ready-made or made
-of sound."""
+"""Media of conversations as their processors make them: images, and recordings as log-mel features."""
 
 from __future__ import annotations
 
@@ -61,9 +60,8 @@ class RecordingProcessor:
             raise RecipeError(f"{self.key} = '{self.folder}': {error or type(error).__name__}") from error
 
     def shape(self, name: str, file: BinaryIO) -> tuple[int, ...]:
-        """Shape of the features of the recording `file`, from its header at most: a recording's are padded to the
-        extractor's length, as Whisper wants it. `name` tells a `.npy` file. Raises OSError, ValueError: it cannot be
-        read."""
+        """Shape of the features of the recording `file`, by its header: a recording's are padded to the extractor's
+        length, as Whisper wants it. `name` tells a `.npy` file. Raises OSError, ValueError: it cannot be read."""
         if name.endswith(".npy"):
             return _npy_shape(file)
         return self._extractor.feature_size, self._extractor.nb_max_frames
@@ -127,8 +125,7 @@ class MediaReader:
                 return MediaItem(kind, processor.extent(*upright_size(image)), position)
 
     def load(self, sample: str, kind: str, blob: Blob) -> tuple[Tensor, int]:
-        """An item as its processor makes it (`ImageProcessor`, `RecordingProcessor`), and the bytes that were read for
-        it; see `item`."""
+        """An item as its processor makes it, and the bytes that were read for it; see `item`."""
         with reading(sample, blob):
             data = blob.read()
             if kind == "audio":

@@ -57,8 +57,7 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def build_index(source: Indexed) -> Path:
-    """Make the index of `source` and write it; reads the text of each sample, and headers of media. Raises OutputError:
-    it cannot be written."""
+    """Make the index of `source`, from texts and headers of media. Raises OutputError: it cannot be written."""
     everything = range(len(source))
     starts = everything[::_CHUNK_SAMPLES]
     metas = _joined([metas_of(source, everything[start : start + _CHUNK_SAMPLES]) for start in starts])

@@ -84,13 +84,11 @@ class MixtureSource:
         return name, (index - (self._ends[part - 1] if part else 0)) % len(self.parts[name])
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of sample `index`."""
         name, at = self.place(index)
         meta = self.parts[name].meta(at)
         return replace(meta, id=f"{name}/{meta.id}")
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The payload of sample `index`."""
         name, at = self.place(index)
         sample = self.parts[name].load(at, kinds)
         return replace(sample, id=f"{name}/{sample.id}")

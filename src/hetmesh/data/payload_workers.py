@@ -149,7 +149,6 @@ class InWorkers(Payloads):
         return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START_SECONDS)
 
     def _loading(self) -> str:
-        """The samples at which workers are."""
         busy = [(self.sources.splits[split], index) for split, index in self._at.tolist() if index != IDLE]
         return ", ".join(f"sample {self._name(split, index)!r}" for split, index in busy) or "nothing"
 

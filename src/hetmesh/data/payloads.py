@@ -32,8 +32,7 @@ Payload = Sample | Unreadable
 
 class SplitSources:
     """The sources of a run by split, each made when it is first used. Pickled, it makes them anew. `reading` is held
-    while a source is asked for something: sources need not be safe for several threads, and the next step is planned by
-    another one."""
+    while a source is asked for something: sources need not be safe for threads, and another one plans the next step."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Source]]) -> None:
         self.reading = threading.RLock()

@@ -1,8 +1,7 @@
 """Conversations as a directory's own processor prepares them: tokens, targets, rows and tensors.
 
 Metadata need headers alone (`FromSizes`). Targets are found in the text that the chat template writes, and move along
-with what the processor puts in the place of items; that the tokens stand for what the assistant said is checked each
-time.
+with what the processor puts in the place of items; that tokens stand for what the assistant said is always checked.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 
 from hetmesh._processes import one_torch_thread
-from hetmesh.data.chat import Chat
+from hetmesh.data.chat import Chat, runs_of
 from hetmesh.data.images import open_image, upright, upright_size
 from hetmesh.data.media_files import (
     VideoHeader,
@@ -107,8 +106,7 @@ class Preparation:
         self._rows = frozenset(self.placeholders.values())
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
-        """A conversation of `(role, text)` turns. Raises SampleError: the template or the processor takes no such
-        conversation."""
+        """A conversation of `(role, text)` turns. Raises SampleError: template or processor do not take it."""
         if not self.processor.suffix:
             text, spans = self.chat.text_and_spans(name, messages, further)
             return Turns(text, spans, values=further.values)
@@ -134,8 +132,7 @@ class Preparation:
     def load(
         self, name: str, turns: Turns, media: Media, kinds: Collection[str] | None = None
     ) -> tuple[SampleMeta, Sample]:
-        """The conversation with its media of some `kinds` (None: all); errors as in `meta`. `bytes_read` are those of
-        its media."""
+        """The conversation with its media of some `kinds` (None: all); errors as in `meta`. `bytes_read`: of media."""
         meta, made, read, turn_of = self._prepared(name, turns, media, kinds)
         return meta, replace(self._sample(meta, turns, made, turn_of, kinds), bytes_read=read)
 
@@ -196,7 +193,7 @@ class Preparation:
         else:
             chosen = self._chosen(name, turns, made)
         chosen[0] = None
-        targets = tuple((r[0], r[-1] + 1) for r in _runs([i for i, turn in enumerate(chosen) if turn is not None]))
+        targets = runs_of([turn is not None for turn in chosen])
         meta = SampleMeta(name, len(made.ids), placed, targets)
         return meta, made, [turn for turn in chosen if turn is not None]
 
@@ -213,8 +210,7 @@ class Preparation:
             return upright(image, bool(getattr(self.processor.own.image_processor, "do_convert_rgb", False)))
 
     def _frames(self, header: VideoHeader) -> Any:
-        """transformers' metadata of a video, with the frames that the processor wants. Raises ValueError: it wants
-        none, or more than are read."""
+        """transformers' metadata of a video, with the frames wanted. Raises ValueError: none, or too many."""
         metadata = header.metadata()
         indices = self.processor.wanted_frames(metadata)
         if not indices:
@@ -299,10 +295,10 @@ def placed_items(name: str, processor: Processor, made: Made, kinds: Sequence[st
     for place in made.places:
         token = processor.row_tokens[place.kind]
         first, stop = (bisect.bisect_left(starts, at) for at in place.after)
-        runs = _runs([i for i in range(first, stop) if made.ids[i] == token])
+        runs = runs_of([token_id == token for token_id in made.ids[first:stop]])
         if not runs:
             raise SampleError(f"sample {name!r}: the processor gives no rows to its {place.kind!r}")
-        spans = tuple((run[0], len(run)) for run in runs)
+        spans = tuple((first + begin, end - begin) for begin, end in runs)
         grid = _grid(processor, made.units[place.kind], place.kind, seen[place.kind])
         seen[place.kind] += 1
         found.append(MediaItem(place.kind, (), spans[0][0], sum(rows for _, rows in spans), grid, spans))
@@ -318,10 +314,3 @@ def _grid(processor: Processor, unit: Unit, kind: str, number: int) -> tuple[int
     grid = frames, height // merge, width // merge
     seconds = next((unit[key] for key in SECONDS if kind == "video" and key in unit), None)
     return grid if seconds is None else (*grid, round(float(seconds[number]) * PICOSECONDS))
-
-
-def _runs(positions: Sequence[int]) -> list[list[int]]:
-    """Positions in runs of neighbours."""
-    all_of = np.array(positions, np.int64)
-    parts = np.split(all_of, np.flatnonzero(np.diff(all_of) != 1) + 1)
-    return [part.tolist() for part in parts if len(part)]

@@ -94,7 +94,6 @@ class PhasedOrder:
         return [*np.cumsum([np.zeros(len(self._sizes), np.int64), *given], axis=0)]
 
     def indices(self, first: int, count: int) -> list[int]:
-        """As of `EpochOrder`."""
         found: list[int] = []
         stop = first + count
         while first < stop:
@@ -105,7 +104,6 @@ class PhasedOrder:
         return found
 
     def until(self, place: int) -> str:
-        """As of `EpochOrder`."""
         begun = [(step, weights) for step, weights in self.phases.items() if step * self.batch < place]
         said = [f"from step {step} {dict(sorted(weights.items()))}" for step, weights in begun]
         return ", ".join([*said, f"{self.batch} samples a step"])

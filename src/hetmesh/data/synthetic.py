@@ -110,11 +110,9 @@ class MemorySource:
         return len(self._samples)
 
     def meta(self, index: int) -> SampleMeta:
-        """Metadata of sample `index`."""
         return self._samples[index][0]
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The payload of sample `index`."""
         sample = self._samples[index][1]
         media = {kind: items for kind, items in sample.media.items() if wants(kinds, kind)}
         return replace(sample, media=media, units={kind: u for kind, u in sample.units.items() if wants(kinds, kind)})

@@ -1,5 +1,4 @@
-"""The turns of a conversation, from the forms in which data sets hold them: OpenAI's messages, transformers' and
-LLaVA's."""
+"""The turns of a conversation, from the forms that data sets have: OpenAI's messages, transformers' and LLaVA's."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     texts take them in order.
 
     After a mark of one of the kinds `breaks` the chat template begins a new line: the line break that LLaVA's form has
-    there (`<image>\\n`) is that one, and not in the text too. A turn that calls tools may have no content: None, or "".
-    Raises KeyError, TypeError, ValueError: it has neither form, or more files than places for them, or a mark in a
-    message without any.
+    there (`<image>\\n`) is that one. A turn that calls tools may have no content: None, or "". Raises KeyError,
+    TypeError, ValueError: it has neither form, more files than places, or a mark in a message without any.
     """
     if twice := [kind for kind in MARKS.values() if record.get(kind) and record.get(f"{kind}s")]:
         raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")

@@ -35,7 +35,6 @@ class WorkCount:
     collective_bytes: int = 0
 
     def add(self, other: WorkCount) -> None:
-        """Add `other` to it."""
         self.kernels += other.kernels
         self.flops += other.flops
         self.collectives += other.collectives
@@ -47,8 +46,7 @@ _NO_KERNEL |= {"resize_", "set_", "lift_fresh", "detach", "alias"}
 
 
 class DeviceWork(LiveBytes):
-    """A `LiveBytes` of the fake device that also counts its other work. Enter it with `FakeTensors`, whose `observe` is
-    `note`.
+    """A `LiveBytes` of the fake device that counts other work, too. Enter it with a `FakeTensors` that calls `note`.
 
     Args:
         fake: the mode of tensors of the device (`LiveBytes.fake`).

@@ -44,8 +44,7 @@ MACHINE = "h100"
 
 @dataclass(frozen=True)
 class EdgeTraffic:
-    """Messages of one rank along one boundary in one direction (`edge` names both), and the bytes that it `sent` and
-    `received`."""
+    """Messages of one rank along one boundary in one direction (`edge` names both), and bytes `sent` and `received`."""
 
     edge: str
     messages: int
@@ -97,11 +96,8 @@ class DryRun:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that hold the same stages, and the step of the one with most to do in this batch.
-
-    Attributes:
-        predicted: the memory that `hetmesh explain` predicts for that rank and batch.
-    """
+    """Ranks that hold the same stages, and the step of the one with most to do in this batch. `predicted`: the memory
+    that `hetmesh explain` predicts for that rank and batch."""
 
     ranks: tuple[int, ...]
     run: DryRun
@@ -180,8 +176,7 @@ def fullest_group(recipe: Recipe, *, draws: bool = False) -> RankGroup:
 
 
 def _groups(resolved: ResolvedRecipe, machine: Machine) -> list[tuple[tuple[int, ...], int, dict[int, RankMemory]]]:
-    """Ranks that hold the same stages; of them the one with most to do in the first global batch; and the predicted
-    memory of all ranks."""
+    """Ranks that hold the same stages; which of them has most to do in the first batch; all ranks' predicted memory."""
     plan = resolved.plan(resolved.loader().batch(0).metas)
     model = recipe_step_model(resolved.recipe, resolved.graph, resolved.shapes, machine)
     schedule, memory = resolved.schedules.of(plan), step_memory(resolved, model, plan)

@@ -41,7 +41,6 @@ class FakeStream:
         return self
 
     def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
-        """An event, which is reached."""
         return event or FakeEvent()
 
     def synchronize(self) -> None:
@@ -56,7 +55,6 @@ class FakeEvent:
     query = _always
 
     def record(self, stream: Any = None) -> FakeEvent:
-        """Here."""
         return self
 
     def synchronize(self) -> None:
@@ -64,7 +62,6 @@ class FakeEvent:
         _module().waited("an event")
 
     def elapsed_time(self, other: Any, /) -> float:
-        """Nothing takes time."""
         return 0.0
 
 
@@ -93,14 +90,12 @@ class FakeModule:
             self._waits.device_to_host(what)
 
     def is_available(self) -> bool:
-        """While it is used."""
         return self._waits is not None
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def current_device(self) -> int:
-        """The only one."""
         return 0
 
     def device_count(self) -> int:
@@ -119,7 +114,6 @@ class FakeModule:
         return self._state.clone()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may cast to."""
         return [torch.bfloat16, torch.float16]
 
 
@@ -169,11 +163,9 @@ class FakeAccelerator(Cuda):
         return tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it lies in pinned memory."""
         return tensor.untyped_storage() in self.pinned_memory
 
     def used(self, waits: HostWaits) -> AbstractContextManager[None]:
-        """See `FakeModule.used`."""
         return _module().used(waits)
 
     def stream(self) -> FakeStream:
@@ -205,8 +197,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class FakeBackend(Nccl):
-    """The backend of a dry run: messages as NCCL would carry them, to ranks that do not exist. Nothing is sent; what is
-    received has the planned shape."""
+    """The backend of a dry run: messages as NCCL's, to ranks that do not exist: received is the planned shape."""
 
     device_type: str = NAME
     arrived: Arrived = field(default_factory=Arrived)

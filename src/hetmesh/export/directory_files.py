@@ -97,8 +97,7 @@ def made_from(run: SavedRun, dtype: object, *, merge: bool) -> dict[str, Any]:
 
 
 def is_made_from(folder: Path, origin: Mapping[str, Any]) -> bool:
-    """Whether the directory was made from `origin`; one without the file, of an older version or another program, was
-    not."""
+    """Whether the directory was made from `origin`; one without the file (of an older version, say) was not."""
     try:
         return bool(from_json(read_file(folder / MADE_FROM)) == origin)
     except (OSError, ValueError):

@@ -44,19 +44,16 @@ def export(
 
     Args:
         dtype: of the weights; `"directory"`: of each as in the directory that all modules come from; None: as trained.
-        merge: add LoRA adapters to the weights; else they are written as peft's adapter directory `adapter`, beside the
-            weights without them.
+        merge: add LoRA adapters to the weights; else they are peft's directory `adapter` beside the weights.
         largest: bytes of a file.
 
     Returns:
         What was written, as lines of text.
 
     Raises:
-        OutputError: `folder` is not empty, cannot be written, does not hold what was written, or values are too large
-            for `dtype`.
+        OutputError: `folder` is not empty, cannot be written or read back equal, or values are too large for `dtype`.
         CheckpointError: the checkpoint cannot be read, has changed, or has other tensors than the recipe's modules.
-        RecipeError: the recipe's directories or data no longer exist; `"directory"`, and the modules do not all come
-            from one.
+        RecipeError: the recipe's directories or data are gone; `"directory"`, and the modules do not all come from one.
     """
     folder = folder.expanduser().absolute()
     with writing(folder):

@@ -98,8 +98,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Directories to write, and adapters by the place of the directory that they belong to; `note` says why modules are
-    not one directory."""
+    """Directories to write, and adapters by the place of theirs; `note` says why modules are not one directory."""
 
     directories: tuple[Directory, ...]
     adapters: Mapping[str, tuple[Adapted, ...]]

@@ -36,8 +36,7 @@ class MetaArrays(Sequence[SampleMeta]):
             `target_ends[i]..target_ends[i + 1] - 1`.
         kinds: the kinds of media.
         items: int64 `[m, 3 + dims]`: kind (an index into `kinds`), position, rows, and the shape, where dims that an
-            item does not have are `NO_DIM`, and a size follows after `SIZE`; `item_ends`, int64 `[n + 1]`, as
-            `target_ends`.
+            item lacks are `NO_DIM`, and a size follows `SIZE`; `item_ends`, int64 `[n + 1]`, as `target_ends`.
         runs: int64 `[r, 2]`: position and rows of each run of the placed items (`MediaItem.runs`); `run_ends`, int64
             `[m + 1]`: those of item i are `run_ends[i]..run_ends[i + 1] - 1`, none if it is not placed.
         names: uint8, the ids of the samples in UTF-8, one after another; `name_ends`, int64 `[n + 1]`.
@@ -165,7 +164,6 @@ class MetaArrays(Sequence[SampleMeta]):
 
     @property
     def ids(self) -> Sequence[str]:
-        """The ids of the samples."""
         return _Ids(self)
 
     def counts(self, kind: str) -> np.ndarray:

@@ -159,16 +159,13 @@ class ModuleSpec:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
         return max(len(self.splits), 1)
 
     def stage_mesh(self, index: int) -> MeshSpec:
-        """The slice of the mesh that holds stage `index`, without its `pp` axis; a negative index counts from the
-        end."""
+        """The slice of the mesh that holds stage `index`, without its `pp` axis; negative ones count from the end."""
         return self.mesh.slice("pp", (index % self.num_stages) % self.mesh.axis_size("pp"))
 
     def stage_layers(self, index: int) -> tuple[str, ...]:
-        """Names of the layers of stage `index`."""
         return self.splits[index] if self.splits else self.layers
 
     def activation_rows(self, samples: Sequence[SampleMeta]) -> int:
@@ -288,12 +285,8 @@ def dense_mesh(mesh: MeshSpec) -> MeshSpec:
 
 def experts_mesh(mesh: MeshSpec, degree: int) -> MeshSpec:
     """`mesh` with an axis `ep` of size `degree`, taken out of `dp_shard`, else of `dp_replicate`: `dense_mesh`'s
-    inverse. A `dp_shard` axis stays, also of size 1: it says that parameters that are no experts are sharded, over it
-    and `ep` together.
-
-    Args:
-        degree: divides the size of that axis.
-    """
+    inverse. A `dp_shard` axis stays, also of size 1: what is no expert is sharded over it and `ep` together. `degree`:
+    divides the size of that axis."""
     if degree == 1:
         return mesh
     taken = expert_axis(mesh)

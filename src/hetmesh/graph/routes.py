@@ -35,13 +35,11 @@ def microbatches_text(source: int, destination: int) -> str:
 
 @dataclass(frozen=True)
 class Routes(HashedOnce):
-    """The microbatches of a step, and which of one module feed which of another. Stages of one module hand on to the
-    same microbatch.
+    """The microbatches of a step, and which of one module feed which of another. Stages of a module keep its numbers.
 
     Attributes:
         counts: (module, its microbatches).
-        pairs: ((source, destination), pairs of microbatches) of those boundaries that do not simply join the same
-            number on both sides.
+        pairs: ((source, destination), pairs of microbatches) of boundaries that join other than equal numbers.
 
     Raises:
         ScheduleError: a pair names a microbatch that there is not.

@@ -23,9 +23,8 @@ class MediaItem:
         rows: placeholder tokens it takes in the token sequence; 1 as a source gives it, and the rows that reach the
             LLM for this item once the sample was expanded (`hetmesh.data.expand`).
         size: what its rows depend on beside the shape, where the model says so: the frames of a recording before it was
-            padded, `(frames,)`; the pixels of an image before it was cut into tiles, `(height, width)`. Of a placed
-            item what positions depend on: `(frames, height, width)` of the grid of its rows, and where they depend on
-            time, too, the picoseconds of a frame of it.
+            padded, `(frames,)`. Of a placed item what positions depend on: `(frames, height, width)` of the grid of its
+            rows, and where they depend on time, too, the picoseconds of a frame of it.
         runs: of a placed item, one whose source has given it its rows, as a model's processor does: `(position, rows)`
             of each stretch of placeholder tokens, ascending, with text between them (row breaks, timestamps). Empty:
             its placeholders lie at `position`. No part of `repr`, of which a place in the data keeps checksums.
@@ -62,8 +61,7 @@ class SampleMeta:
         id: unique within the data source; every error about the sample names it.
         tokens: length of the token sequence, placeholders included.
         media: the sample's media items in the order of their positions.
-        targets: `[start, stop)` spans of token positions whose token is predicted and carries loss (position 0 cannot
-            be predicted).
+        targets: `[start, stop)` spans of token positions whose token is predicted and carries loss (never position 0).
         rows: rows that each module emits for this sample, by module name; empty until expanded.
         position_ids: set by adapters whose position ids are not `0..tokens-1` (multimodal RoPE); None otherwise.
     """
@@ -81,5 +79,4 @@ class SampleMeta:
         return sum(stop - start for start, stop in self.targets)
 
     def num_items(self, name: str) -> int:
-        """Media items of kind `name`."""
         return sum(item.name in kinds_of(name) for item in self.media)

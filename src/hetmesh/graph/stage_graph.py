@@ -27,10 +27,7 @@ class Stage(HashedOnce):
 @dataclass(frozen=True, order=True)
 class Edge(HashedOnce):
     """What one stage sends to another. Rows go from producer to consumer, their gradients along the reversed edge.
-
-    Attributes:
-        output: which output of the producer it carries; see `BoundarySpec`.
-    """
+    `output`: which output of the producer it carries; see `BoundarySpec`."""
 
     source: Stage
     destination: Stage
@@ -97,11 +94,9 @@ class StageGraph:
         return dict(zip(self.stages, self.ranks, strict=True))
 
     def inputs(self, stage: Stage) -> tuple[Edge, ...]:
-        """Forward edges into `stage`."""
         return self._inputs[stage]
 
     def outputs(self, stage: Stage) -> tuple[Edge, ...]:
-        """Forward edges out of `stage`."""
         return self._outputs[stage]
 
     def gradient_outputs(self, stage: Stage) -> tuple[Edge, ...]:
@@ -123,8 +118,7 @@ class StageGraph:
 
 
 def boundary_edge(graph: ModuleGraph, boundary: BoundarySpec) -> Edge:
-    """The edge of a boundary: from the last stage of its source to the first of its destination, or to the one that
-    holds its layer."""
+    """The edge of a boundary: from its source's last stage to its destination's first, or to the one with its layer."""
     source = Stage(boundary.source, graph[boundary.source].num_stages - 1)
     return Edge(source, Stage(boundary.destination, graph.destination_stage(boundary)), boundary.output)
 

@@ -30,8 +30,7 @@ def answer_tokens(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Iterator[int]:
-    """The tokens of an answer to sample `index` of `source` (to what comes before its last answer), one by one, without
-    placeholders of media.
+    """The tokens of an answer to sample `index` of `source` in place of its last one, without placeholders of media.
 
     Args:
         ends: tokens that end an answer; the one that does is the last one returned.
@@ -53,8 +52,7 @@ def answer_tokens(
 
 
 def prompt_source(source: Source, recipe: Recipe) -> PromptSource:
-    """What makes samples of questions: the recipe's source, or the first of its mixture that can. Raises RecipeError:
-    none can."""
+    """The source, or the first of a mixture, that makes samples of questions. Raises RecipeError: none does."""
     parts = source.parts.values() if isinstance(source, MixtureSource) else (source,)
     for part in parts:
         if isinstance(part, PromptSource):

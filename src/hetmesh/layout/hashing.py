@@ -13,11 +13,9 @@ S = TypeVar("S")
 
 
 class HashedOnce:
-    """For frozen dataclasses that are looked up in caches at every step; they must say `__hash__ =
-    HashedOnce.__hash__`, or dataclass writes another.
+    """For frozen dataclasses that are looked up at every step; they say `__hash__ = HashedOnce.__hash__` themselves.
 
-    A pickle leaves the hash out: strings hash differently in another process, and equal values would then miss in its
-    caches.
+    A pickle leaves the hash out: strings hash differently in another process, where equal values would miss in caches.
     """
 
     @cached_property
@@ -32,8 +30,7 @@ class HashedOnce:
 
 
 def memoized(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method, with positional arguments, whose results live as long as the instance: `functools.cache` would keep the
-    instance alive."""
+    """A method, with positional arguments, whose results live as long as the instance (`functools.cache` keeps it)."""
     name = f"_{method.__name__}_results"
 
     @wraps(method)

@@ -79,7 +79,6 @@ class Layout(HashedOnce):
         return tuple(cells.intervals(cells.cell_of(coordinate)) for cells in self.cells(shape))
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """Shape of the local tensor of `rank`."""
         return tuple(extent(rows) for rows in self.intervals(shape, rank))
 
     def gradient(self) -> Layout:

@@ -28,8 +28,7 @@ class MeshSpec(HashedOnce):
         sizes: ranks along each axis; their product is `len(ranks)`.
 
     Raises:
-        LayoutError: a rank is repeated or negative, an axis name is repeated, the sizes do not fit, or a number is not
-            whole.
+        LayoutError: a rank is repeated or negative, a name is repeated, the sizes do not fit, or a number is not whole.
     """
 
     ranks: tuple[int, ...]
@@ -73,12 +72,10 @@ class MeshSpec(HashedOnce):
 
     @property
     def ndim(self) -> int:
-        """Number of mesh axes."""
         return len(self.sizes)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @cached_property

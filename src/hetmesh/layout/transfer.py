@@ -40,7 +40,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(extent(rows) for rows in self.index)
 
 
@@ -199,8 +198,7 @@ class TransferPlan:
     def transpose(self) -> TransferPlan:
         """The backward: the gradient of the destination, laid as `dst.gradient()`, back to `src.gradient()`.
 
-        It is the exact adjoint, replicas counted once. Rows that nobody took get zeros; rows that several coordinates
-        of a RowSplit took get the sum.
+        It is the exact adjoint, replicas counted once. Rows that nobody took get zeros, rows that several took the sum.
         """
         return plan_gradient(self.shape, self.dst.gradient(), self.src, ranks_per_node=self.steps[0].ranks_per_node)
 

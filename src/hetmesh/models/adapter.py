@@ -153,8 +153,7 @@ class Adapter(Protocol):
         `num_key_value_heads` it may be a multiple where the plan has `KeyHeads`."""
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        """Encoder: the number of rows of one media item of raw shape `shape`; raises SampleError if it cannot read
-        it."""
+        """Encoder: the number of rows of a media item of raw shape `shape`; raises SampleError if it cannot read it."""
 
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
@@ -173,12 +172,9 @@ class Adapter(Protocol):
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`).
-
-        Returns:
-            Rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]`
-            in the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`.
-        """
+        """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
+        rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
+        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
 
 
 class AdapterDefaults:

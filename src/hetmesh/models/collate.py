@@ -24,8 +24,7 @@ def collate_media(
 
 
 def stacked(items: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, but a read-only view where the items are adjacent in memory, as those from worker processes
-    are."""
+    """`torch.stack`, but a read-only view where the items are adjacent in memory, as from worker processes."""
     first, size = items[0], items[0].nbytes
     start = first.data_ptr()
     storage = first.untyped_storage()
@@ -45,14 +44,9 @@ def stacked(items: Sequence[Tensor]) -> Tensor:
 def media_items(
     samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...] | None = None
 ) -> list[Tensor]:
-    """The media items of kind `name` in sample order, then position order.
-
-    Args:
-        shape: of every item; None: as its metadata says.
-
-    Raises:
-        SampleError: a sample holds another number of items than its metadata says, or an item of another shape.
-    """
+    """The media items of kind `name` in sample order, then position order. `shape`: of every item; None: as its
+    metadata says. Raises SampleError: a sample holds another number of items than its metadata says, or an item of
+    another shape."""
     items: list[Tensor] = []
     for sample, meta in _paired(samples, metas):
         given = sample.media.get(name, ())

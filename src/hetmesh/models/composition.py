@@ -41,8 +41,7 @@ def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dic
 
 
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
-    """Per module except the sink: the kind of media that its rows come from, and a function from an item's raw shape to
-    the number of rows that it emits."""
+    """Per module except the sink: the kind of media of its rows, and from an item's raw shape the number of rows."""
     return {
         name: (_media_of(graph, name), _rows_of_item(graph, adapters, name))
         for name in graph.order

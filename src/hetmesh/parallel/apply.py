@@ -53,8 +53,7 @@ class AdaptedModule(nn.Module):
 
     Args:
         compute_dtype: of its computation and of the rows that it emits; incoming rows are brought to it.
-        autocast: the device type whose torch.autocast brings the computation to it, where the parameters are of another
-            dtype and FSDP does not cast them.
+        autocast: the device type of torch.autocast, where parameters are of another dtype and FSDP does not cast them.
         copies: with which it computes instead.
     """
 
@@ -73,7 +72,6 @@ class AdaptedModule(nn.Module):
         self.autocast, self.copies = autocast, copies
 
     def forward(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor | Mapping[str, Tensor]:
-        """`adapter.forward`."""
         if (tokens := routed_tokens(self.module)) is not None:
             tokens.note(batch)
         inputs = {source: rows.to(self.compute_dtype) for source, rows in inputs.items()}
@@ -103,8 +101,7 @@ class ParallelModule:
     """A module on its mesh, as one member rank holds it.
 
     Attributes:
-        module: the nn.Module, with its own FQNs; sharded parameters are DTensors. Without the layers of pipeline stages
-            that other ranks hold.
+        module: the nn.Module, with its own FQNs; sharded parameters are DTensors. Without layers of others' stages.
         stages: each stage of this rank as the runtime calls it, with a batch and rows.
         axes: per parameter, over which axes of `spec` its gradient is summed, and along which it is sharded.
         tied: FQNs of the parameters that several layers of the whole module share.

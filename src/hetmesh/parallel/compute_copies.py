@@ -19,8 +19,7 @@ from hetmesh.parallel.gradient_sums import local_part
 class ComputeCopies:
     """While a step runs, the trained parameters of a module have the values of their copies in `dtype`.
 
-    Autograd brings each microbatch's gradient to the parameter's own dtype and adds it up there. The copies keep their
-    memory from step to step.
+    Autograd adds up each microbatch's gradient in the parameter's own dtype. The copies keep their memory.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:

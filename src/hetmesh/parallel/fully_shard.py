@@ -124,8 +124,7 @@ class WholeInStep:
 
 def gathered_alone(root: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """The blocks that are gathered by themselves: all but the first, where what belongs to no block (a norm, the
-    embedding of patches) is not larger than it. Both are needed at once, and every gather and every reduction has a
-    latency."""
+    embedding of patches) is not larger than it. Both are needed at once, and each collective has a latency."""
     blocks = list(blocks)
     inside = {id(p) for block in blocks for p in block.parameters()}
     rest = sum(p.numel() for p in root.parameters() if id(p) not in inside)
@@ -153,11 +152,8 @@ def needs_backward() -> bool:
 
 def fill_unused(root: nn.Module) -> set[int]:
     """Give zeros, in each backward, to the parameters of `root` that its forward did not use: other ranks may have used
-    them, and FSDP reduces what has a gradient.
-
-    Returns:
-        Ids of the parameters that any forward with a backward used. The reader clears them.
-    """
+    them, and FSDP reduces what has a gradient. Returns ids of the parameters that any forward with a backward used. The
+    reader clears them."""
     used = set[int]()
 
     def fill(_: nn.Module, __: Any, output: Tensor) -> None:

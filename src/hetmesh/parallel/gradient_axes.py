@@ -51,8 +51,7 @@ def gradient_axes(
 
     Args:
         parameters: by FQN, as a rank holds them: plain, or DTensors over some of the axes.
-        partial_over_tp: FQNs of those that every rank along `tp` holds in full and uses for its share of heads or
-            tokens.
+        partial_over_tp: FQNs of those that ranks along `tp` hold in full and use for shares of heads or tokens.
     """
     different_tokens = tuple(axis for axis in (*LANE_AXES, "cp") if spec.axis_size(axis) > 1)
     by_fsdp = fully_shard_axes(spec)

@@ -114,11 +114,8 @@ def start_sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> C
 
 
 class _Bucket:
-    """One message: the gradients of some parameters.
-
-    Args:
-        device: from which its group can send it; gradients that are offloaded to the CPU lie elsewhere.
-    """
+    """One message: the gradients of some parameters. `device`: from which its group can send it; gradients that are
+    offloaded to the CPU lie elsewhere."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device | None) -> None:
         self.parameters = parameters

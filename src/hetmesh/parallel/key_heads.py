@@ -28,9 +28,8 @@ KEY_HEADS = "num_key_value_heads"
 
 @dataclass
 class KeyHeads(ParallelStyle):
-    """The style of an attention of transformers whose `k_proj` and `v_proj`, both colwise, make `heads` heads of
-    `features` each, and which repeats keys and values `num_key_value_groups` times. With no more ranks than heads it
-    does nothing."""
+    """The style of an attention whose `k_proj` and `v_proj`, both colwise, make `heads` heads of `features` each, and
+    which repeats keys and values `num_key_value_groups` times. Nothing with no more ranks than heads."""
 
     heads: int
     features: int
@@ -70,8 +69,7 @@ def tensor_parallel_degrees(sizes: Mapping[str, int], plan: Mapping[str, Any]) -
 
 @not_compiled
 def whole_head(part: Tensor, sharing: int, group: dist.ProcessGroup) -> Tensor:
-    """`[..., features / sharing]` of each rank -> `[..., features]`: those of `sharing` ranks in a row of the group,
-    side by side."""
+    """`[..., features / sharing]` of each rank -> `[..., features]`: those of `sharing` neighbours joined."""
 
     def joined(part: Tensor) -> Tensor:
         return torch.cat(_exchanged(part.expand(sharing, *part.shape), group).unbind(), dim=-1)

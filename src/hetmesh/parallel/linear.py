@@ -53,11 +53,8 @@ class RowwiseLinear(nn.Linear):
 
 
 class Colwise(ParallelStyle):
-    """Split an nn.Linear by output features.
-
-    Args:
-        gather_output: give every rank all output features (the output is then replicated), not its share.
-    """
+    """Split an nn.Linear by output features. `gather_output`: give every rank all output features (the output is then
+    replicated), not its share."""
 
     def __init__(self, *, gather_output: bool = False):
         super().__init__()

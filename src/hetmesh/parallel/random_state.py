@@ -165,11 +165,8 @@ def seed_by_place(
 
 
 class _Event:
-    """A hook that seeds the generators from the place where it occurs.
-
-    Args:
-        traced: whether torch.compile may trace past it; the code then draws on from where its layer began.
-    """
+    """A hook that seeds the generators from the place where it occurs. `traced`: whether torch.compile may trace past
+    it; the code then draws on from where its layer began."""
 
     def __init__(self, name: str, sharded: bool, traced: bool = False) -> None:
         self.name, self.sharded, self.traced = name, sharded, traced

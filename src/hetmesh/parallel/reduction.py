@@ -29,8 +29,7 @@ from hetmesh.parallel.gradient_sums import (
 
 
 class Reduction:
-    """Sums the gradients of entry `stage` of `parallel.stages` over the axes of `parallel.axes` over which the backward
-    has not summed them.
+    """Sums the gradients of entry `stage` of `parallel.stages` over those `parallel.axes` that the backward has not.
 
     Call it once per step, after the stage's last backward, collectively over the mesh of the stage; it returns what
     waits for the sums and writes them into the gradients.

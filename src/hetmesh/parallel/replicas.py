@@ -68,8 +68,7 @@ def check_replicas(
 
 def check_replica_gradients(modules: Mapping[str, ParallelModule], world: World) -> None:
     """Compare the gradients of replicas of a parameter, by their norm and their sum. Collective over all ranks. Raises
-    GradientError on all ranks if some differ by more than rounding; a module with tensor parallelism has left gradients
-    partial, say."""
+    GradientError on all ranks if some differ by more than rounding: tensor parallelism has left some partial, say."""
 
     def summaries(part: ParallelModule) -> dict[str, Tensor]:
         return {fqn: _norm_and_sum(p) for fqn, p in part.module.named_parameters() if p.requires_grad}

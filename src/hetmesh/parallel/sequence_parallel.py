@@ -47,8 +47,7 @@ def apply_sequence_parallel(
     Args:
         prefixes: FQNs of the submodules that work on shares of the tokens (`Abilities.token_sharded` of an adapter).
         gathered: patterns of the parts within them that read all tokens, although nothing in them is sharded.
-        runs: layers of each pipeline stage of this rank, which split and join tokens; none if the module's own forward
-            does.
+        runs: layers of each pipeline stage of this rank, which split and join tokens; none if its forward does.
 
     Returns:
         FQNs of the parameters whose gradients are partial over tp: those of `prefixes` that are not sharded.
@@ -203,8 +202,7 @@ class _Gather:
         self.hooks: saved_tensors_hooks | None = None
 
     def register(self, part: nn.Module) -> None:
-        """Let `part`, the attention or MLP, read all tokens. Where activations are checkpointed or offloaded, that
-        decides what is kept."""
+        """Let `part`, the attention or MLP, read all tokens. What is kept, checkpointing or offloading decides."""
         part.register_forward_pre_hook(self, with_kwargs=True)
         part.register_forward_hook(self._keep_all, always_call=True)
 

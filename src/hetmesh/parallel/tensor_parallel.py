@@ -33,11 +33,8 @@ STYLES = ("colwise", "rowwise", "colwise_gather_output", GRAD_ALLREDUCE)
 def apply_tensor_parallel(
     module: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, str | ParallelStyle]
 ) -> tuple[str, ...]:
-    """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent.
-
-    Returns:
-        FQNs of the parameters whose gradients are partial over tp.
-    """
+    """Shard `module` in place over a 1-D mesh. Every rank must hold the same full weights; nothing is sent. Returns
+    FQNs of the parameters whose gradients are partial over tp."""
     if tp_mesh.ndim != 1:
         raise RecipeError(f"tensor parallelism takes one mesh axis, got {tp_mesh.mesh_dim_names or tp_mesh.ndim}")
     found = check_plan(module, plan)
@@ -79,8 +76,7 @@ def within(name: str, *prefixes: str) -> bool:
 
 
 def style_name(style: str | ParallelStyle) -> str | None:
-    """The name of a style: the name itself, or that of the style that does what a plain `ColwiseParallel` or
-    `RowwiseParallel` of torch does; None for others."""
+    """The name of a style, also of torch's plain `ColwiseParallel` and `RowwiseParallel`; None for others."""
     if not isinstance(style, ParallelStyle):
         return style
     layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None)

@@ -2,8 +2,7 @@
 without bringing them together.
 
 Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3: of the logits only a few numbers per target cross between
-ranks. Unlike in torch's `loss_parallel` logits are local tensors, the vocabulary need not divide, and there may be no
-target.
+ranks. Unlike in torch's `loss_parallel` logits are local, the vocabulary need not divide, and targets may be none.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class VocabularyShards:
     def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """The sum over targets, equal on every rank; a connected 0 without any. Nothing waits for the device.
 
-        Half precision is raised to fp32, a part of the rows at a time; kept for the backward are the logits as they
-        came, and one number per target.
+        Half precision is raised to fp32, some rows at a time; the backward keeps the logits and one number per target.
 
         Args:
             logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.

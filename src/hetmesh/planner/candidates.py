@@ -120,8 +120,7 @@ def _data_parallel(problem: Problem, name: str, lanes: int, in_node: int) -> Ite
 
 
 def _expert_degrees(facts: ModuleFacts, degrees: tuple[int, int, int, int, int]) -> Iterator[int]:
-    """How many ranks may hold different experts: what divides both the ranks that it is taken out of and the
-    experts."""
+    """How many ranks may hold different experts: what divides the experts and the ranks that it is taken of."""
     yield 1
     if facts.experts is None:
         return
@@ -140,12 +139,8 @@ def _agrees(problem: Problem, name: str, plan: ModulePlan) -> bool:
 
 
 def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[int, ...]]:
-    """Numbers of ranks for the modules of `problem.own`, each on ranks of its own: near shares of their work, and what
-    a machine's nodes suggest.
-
-    Args:
-        work: FLOPs of each over a batch.
-    """
+    """Numbers of ranks for `problem.own`, each on its own: near shares of their work, and what nodes suggest. `work`:
+    FLOPs of each over a batch."""
     own, ranks = problem.own, problem.ranks
     if len(own) < 2 or ranks < len(own):
         return
@@ -225,8 +220,7 @@ def schedules(
 
 
 def in_turns(facts: ModuleFacts, plan: ModulePlan) -> Iterator[ModulePlan]:
-    """A pipeline with several stages per rank: divisors of its layers per rank, each at least twice the one before, and
-    the most."""
+    """A pipeline with several stages per rank: divisors of its layers per rank, each at least twice the last."""
     pp = plan.degree("pp")
     most = min(facts.most_stages // pp, _MAX_TURNS) if pp > 1 else 1
     found = {count for count in powers_of_two(most) if most % count == 0 or count == 2} | {most}
@@ -235,8 +229,7 @@ def in_turns(facts: ModuleFacts, plan: ModulePlan) -> Iterator[ModulePlan]:
 
 def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
     """All modules as the sink lies: in its pipeline, as the first layers of one chain; or before a pipeline, on the
-    ranks of its first stage. Ranks that share tokens are lanes of their own there. What is computed again may differ
-    between modules."""
+    ranks of its first stage. Ranks that share tokens are lanes there. What is computed again may differ by module."""
     reshard: Reshard = sink.reshard_after_forward if sink.degree("dp_shard") > 1 else "default"
     pp, replicate, shard, cp, tp = sink.degrees
     first, stop = sink.ranks
@@ -302,8 +295,7 @@ def can_run(plan: LayoutPlan) -> bool:
 
 
 def encoder_pipelines(plan: LayoutPlan, name: str) -> int:
-    """Lanes of an encoder on the ranks of one lane of the sink; 0 where one lies on ranks of several of those, or of
-    none."""
+    """Lanes of an encoder on the ranks of one lane of the sink; 0 where one lies on ranks of several, or of none."""
     own, sink = plan.modules[name], [*plan.modules.values()][-1]
     each, rest = divmod(own.lanes, sink.lanes)
     if plan.placement != "colocated" or own.ranks != sink.ranks or rest:
@@ -313,8 +305,7 @@ def encoder_pipelines(plan: LayoutPlan, name: str) -> int:
 
 
 def samples_of_batches(problem: Problem, batches: int, share: float) -> list[MetaArrays]:
-    """Some global batches, evenly from the problem's window, of which a layout that is reduced to a share of its lanes
-    takes that share."""
+    """Some global batches, evenly from the window, of which a share of a layout's lanes takes that share."""
     size = max(round(problem.global_batch_size * share), 1)
     have, count = len(problem.typical), max(len(problem.typical) // problem.global_batch_size, 1)
     firsts = [

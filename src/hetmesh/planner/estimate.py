@@ -46,8 +46,7 @@ class ModuleEstimate:
     held: int
 
     def peak(self, microbatches: float) -> float:
-        """Bytes of the rank that holds most with the activations of so many microbatches, which are large ones, between
-        actions."""
+        """Bytes of the rank that holds most with the activations of so many large microbatches, between actions."""
         return self.held + self.kept * (microbatches + self.spread * math.sqrt(microbatches))
 
 
@@ -81,9 +80,8 @@ class Estimator:
         return self._least[key]
 
     def estimate(self, plan: LayoutPlan, most: float = math.inf) -> tuple[float, int]:
-        """Seconds of a step and bytes of the rank that holds most, both rough; without the encoders, as a bound from
-        below, where the sink alone takes longer than `most` or does not fit. Raises HetmeshError: the candidate cannot
-        be laid out so."""
+        """Seconds of a step and bytes of the rank that holds most, both rough; without the encoders, a lower bound,
+        where the sink alone takes longer than `most` or does not fit. Raises HetmeshError: it has no such layout."""
         problem, (*encoders, name) = self.problem, self.problem.own
         own = plan.modules[name]
         samples = plan.microbatch_size * own.lanes

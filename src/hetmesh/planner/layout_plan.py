@@ -32,8 +32,7 @@ class ModulePlan:
         expert_parallel: of the ranks along `dp_shard`, else along `dp_replicate`, how many hold different experts.
         reshard: when FSDP lets go of gathered parameters (`ModuleOptions`); "default" is "never" in a pipeline.
         sequence_parallel: whether ranks along `tp` share the tokens between products.
-        stages_per_rank: stages that take turns on the ranks of each place along `pp`; of an encoder under bubble_fill
-            its slices.
+        stages_per_rank: stages that take turns at each place along `pp`; of an encoder under bubble_fill its slices.
     """
 
     ranks: tuple[int, int]
@@ -55,7 +54,6 @@ class ModulePlan:
         return reshard_in_pipeline(self.reshard, self.degree("pp"))
 
     def degree(self, axis: str) -> int:
-        """The size of one axis."""
         return self.degrees[AXES.index(axis)]
 
     @property
@@ -90,8 +88,7 @@ class LayoutPlan:
         schedule: a key of `hetmesh.schedule.POLICIES`.
         microbatch_size: samples per microbatch and lane of the sink.
         options: of the schedule, as far as recipes have keys for them.
-        shares: of encoders whose lanes take whole microbatches, how many of them each lane on the ranks of one lane of
-            the sink takes.
+        shares: of encoders whose lanes take whole microbatches, how many each on the ranks of a lane of the sink takes.
     """
 
     placement: str
@@ -149,14 +146,8 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
 
 
 def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None) -> ModuleSpec:
-    """One module of the problem on a mesh.
-
-    Args:
-        own: its plan, where it has a mesh of its own.
-
-    Raises:
-        GraphError, RecipeError: it cannot be cut so.
-    """
+    """One module of the problem on a mesh. `own`: its plan, where it has a mesh of its own. Raises GraphError,
+    RecipeError: it cannot be cut so."""
     graph, facts = problem.graph, problem.facts[name]
     spec = graph[name]
     options = spec.options

@@ -19,8 +19,7 @@ def splits(microbatches: int, pipelines: int) -> Iterator[Split]:
 
 def best_split(microbatches: int, pipelines: int, seconds: Callable[[Split], float], most: int) -> Split | None:
     """The split of which a step is shortest, of equal ones the first; None: none can be. As in Optimus, they are
-    enumerated where they are few; of many, single microbatches of an even one are moved to other pipelines for as long
-    as that helps.
+    enumerated where they are few; of many, microbatches of an even one change pipelines for as long as that helps.
 
     Args:
         seconds: of a step; infinity: it cannot be.

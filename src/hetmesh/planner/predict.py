@@ -192,8 +192,7 @@ class Predictor:
 
 
 def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
-    """Whether a layout fits the machine on the largest batch that the problem's samples can make, with as many lanes as
-    a search decides by."""
+    """Whether a layout fits the machine on the largest batch of the problem's samples, with the lanes of a search."""
     size = problem.global_batch_size
     batches = largest_batches(problem.graph, problem.samples, size)
     ranks = largest_memory(

@@ -62,14 +62,12 @@ class Problem:
         facts: of every module.
         machine: its peaks, links and memory.
         ranks: how many there are; the first `machine.ranks_per_node` share a node, and so on.
-        samples: expanded metadata, global batches from all of the run in its order: the largest samples are looked for
-            among all of them.
+        samples: expanded metadata, global batches from all of the run in its order, for the largest too.
         global_batch_size: samples per step.
         optimizer: its name in a recipe.
         balance: how batches are balanced.
-        fixed: what candidates must agree with, as (module, what) -> value: of a module a mesh axis,
-            `activation_checkpoint` or `enable_sequence_parallel`; of the module `""` `placement`, `schedule` or
-            `microbatch_size`.
+        fixed: what candidates must agree with, as (module, what) -> value: a mesh axis, `activation_checkpoint` or
+            `enable_sequence_parallel`; of the module `""` `placement`, `schedule` or `microbatch_size`.
         profile: measured seconds of layers, which take the place of the analytic ones.
         memory_bytes: the most that a rank may hold; None: nine tenths of the machine's. The rest is for what is not
             predicted: workspaces of kernels, fragments.
@@ -98,8 +96,7 @@ class Problem:
 
     @property
     def tensor_limit(self) -> int:
-        """Bytes of tensors that a rank may hold beside the fewest communicators that layouts of many ranks have; 0: no
-        limit is known."""
+        """Bytes of tensors that a rank may hold beside the fewest communicators of many ranks; 0: no limit is known."""
         few = self.machine.context_bytes + 4 * self.machine.communicator_bytes
         return max(self.limit - few, 1) if self.limit and self.communicators and self.ranks > 1 else self.limit
 

@@ -19,8 +19,7 @@ class Family:
         mask: what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
         positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty:
             that if it has one, else `"from_0"`.
-        calls: kind of media -> how its items are handed over (`hetmesh.models.split.item_calls.CALLS`); absent: by the
-            signature.
+        calls: kind of media -> how its items are handed over (`item_calls.CALLS`); absent: by the signature.
         around: kind of media -> config keys of the tokens right before and after an item, by which the model's own
             `get_rope_index` finds it; absent: it is given where items are.
         experts: whether its LLM's mixture-of-experts blocks are built as Qwen3-MoE's are (`hetmesh.parallel.experts`),
@@ -46,7 +45,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         **dict.fromkeys(("gemma3", "gemma4_unified"), Family(mask="bidirectional_runs")),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "llava_onevision": Family(calls={"image": "any_resolution"}),
+        "llava_onevision": Family(calls={"image": "single_tiles"}),
         "qwen3_vl_moe": Family(experts=True),
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(

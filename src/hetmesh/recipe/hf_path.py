@@ -1,7 +1,6 @@
 """`[model] hf_path`: a Hugging Face directory as the tables that it stands for.
 
-Only its JSON files are read, so that a mistyped recipe does not wait for torch. Whatever the recipe says itself about a
-key that the directory expands to holds.
+Only its JSON files are read, so a mistyped recipe does not wait for torch. Keys that the recipe gives itself hold.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def positions_of(path: str) -> int | None:
 
 
 def synthetic_options(path: str) -> dict[str, Any]:
-    """Options of the source `synthetic` that suit the LLM and the tower of a directory. Raises RecipeError: its
-    config.json does not say enough."""
+    """Options of the source `synthetic` that suit a directory's modules. Raises RecipeError: they do not say it."""
     config = _read(path, "config.json") or {}
     text, vision = table_in(config, "text_config"), table_in(config, "vision_config")
     token = next((config[key] for key in PLACEHOLDER_KEYS["image"] if isinstance(config.get(key), int)), None)

@@ -1,5 +1,4 @@
-"""Which keys a recipe may hold: valid, of torchtitan but not of hetmesh (`torchtitan_keys.py`), or unknown (with a
-suggestion)."""
+"""Which keys a recipe may hold: valid, torchtitan's alone (`torchtitan_keys.py`), or unknown (with a suggestion)."""
 
 from __future__ import annotations
 

@@ -18,10 +18,7 @@ def parse_overrides(arguments: Sequence[str]) -> Iterator[tuple[tuple[str, ...],
     """`("--training.steps", "20", "--modules.llm.lr=1e-3")` as (path, value) pairs, e.g. `(("training", "steps"), 20)`.
 
     As torchtitan's command line takes them, too: `--checkpoint.enable` and `--checkpoint.no-enable` without a value,
-    `-` for `_`, lists of names as `a,b`.
-
-    Raises:
-        RecipeError: an argument is no `--section.key`, or has no value.
+    `-` for `_`, lists of names as `a,b`. Raises RecipeError: an argument is no `--section.key`, or has no value.
     """
     pending = list(reversed(arguments))
     while pending:

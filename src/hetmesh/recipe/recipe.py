@@ -56,8 +56,7 @@ class Recipe(sections.Section):
 
     @cached_property
     def wiring(self) -> Wiring:
-        """Which modules there are, who feeds whom and where each lies. The ModuleGraph is made of it and of the models
-        (`hetmesh.resolve.resolved`)."""
+        """Which modules there are, who feeds whom and where each lies. With the models it makes the ModuleGraph."""
         # Meshes import torch (a second or more): a misspelt key is reported before that.
         from hetmesh.recipe.wiring import wiring
 
@@ -122,8 +121,7 @@ class Recipe(sections.Section):
         return getattr(self.parallelism, key) if value is None else value
 
     def schedule_place(self, key: str) -> str:
-        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one,
-        wherever it is given."""
+        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one."""
         own = self.parallelism.modules.get(self.sink)
         return f"parallelism.{key}" if own is None or getattr(own, key) is None else f"parallelism.{self.sink}.{key}"
 

@@ -20,15 +20,9 @@ HEADER = (
 
 
 def rewritten(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
-    """`text` with the values of some keys set, and its line ends.
-
-    Args:
-        values: by path, e.g. `("training", "steps")`; in arrays by number, e.g. `("boundaries", "0", "at")`. A table
-            takes the place of the whole table that is there.
-
-    Raises:
-        RecipeError: the text is no TOML, or a path leads through something that is no table.
-    """
+    """`text` with the values of some keys set, and its line ends. `values`: by path, e.g. `("training", "steps")`; in
+    arrays by number, e.g. `("boundaries", "0", "at")`. A table takes the place of the whole table that is there. Raises
+    RecipeError: the text is no TOML, or a path leads through something that is no table."""
     try:
         wanted: dict[str, Any] = tomli.loads(text)
     except tomli.TOMLDecodeError as error:

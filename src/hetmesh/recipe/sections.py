@@ -1,7 +1,6 @@
 """The tables of a recipe and their keys, with types and defaults: one frozen class per table, one line per key.
 
-Names and meanings are torchtitan's wherever torchtitan has them. Which of torchtitan's further keys and values are
-taken is in `hetmesh.recipe.torchtitan_keys`.
+Names and meanings are torchtitan's wherever it has them; `torchtitan_keys.py` says which others are taken.
 """
 
 from __future__ import annotations
@@ -197,8 +196,7 @@ class DataPhase(Section):
 
 
 class Data(NamesCode):
-    """`[data]`: where samples come from, and who loads them; `options` are the source's own. With `[[data.mixture]]`
-    they come from several sources instead."""
+    """`[data]`: where samples come from (one source with its `options`, or `[[data.mixture]]`), and who loads them."""
 
     source: str = "digits"  # a source's name, or "package.module:Class"
     frozen_options: FrozenTable = Field(default=FrozenDict(), alias="options")

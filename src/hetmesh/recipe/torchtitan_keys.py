@@ -255,8 +255,7 @@ FOREIGN: Mapping[str, Mapping[str, Foreign]] = {
     },
     "experimental": {"custom_import": Foreign(("",), _CUSTOM), "custom_args_module": Foreign(("",), _CUSTOM)},
 }
-"""By table and key; keys of tables inside a table with a dot. A key that has a field too is passed on, any other is
-dropped."""
+"""By table and key (of a table inside one with a dot). What has a field too is passed on, all else is dropped."""
 
 _ZERO_BUBBLE = "write 'zero_bubble' (a stage per rank), or 'Interleaved1F1B'"
 _SCHEDULES = {

@@ -83,8 +83,7 @@ def _steps(folder: Path, holds: Callable[[Path], bool]) -> list[int]:
 
 
 def probe(folder: Path) -> Path:
-    """Make `folder` and a file in it that was never there, which is returned; remove what killed saves left. Raises
-    OSError."""
+    """Make `folder` and a new file in it, which is returned; remove what killed saves left. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f".probe-{secrets.token_hex(4)}{PARTIAL}"
     file.write_bytes(b"x")
@@ -135,8 +134,7 @@ def complete(partial: Path, path: Path, sums: Mapping[checksums.SavedPart, check
 
 def retire_old(folder: Path, keep_latest: int) -> list[Path]:
     """Take their names from the checkpoints in `folder` but for the `keep_latest` newest; from none if that is 0. Gives
-    what they are called now, to be removed: that takes its time, and a folder that is half gone is no checkpoint.
-    Raises OSError."""
+    what they are called now, to be removed: a folder that is half gone is no checkpoint. Raises OSError."""
     retired = []
     for old in complete_steps(folder)[:-keep_latest] if keep_latest else ():
         retired.append(folder / f"step-{old}.{secrets.token_hex(4)}.old{PARTIAL}")

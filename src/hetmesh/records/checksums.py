@@ -124,7 +124,6 @@ class Comparison:
         self._hash = xxhash.xxh3_64() if isinstance(expected, str) else None
 
     def update(self, piece: memoryview) -> None:
-        """Take the next bytes."""
         if self._hash is None:
             self._crc = zlib.crc32(piece, self._crc)
         else:

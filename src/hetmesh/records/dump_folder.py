@@ -159,9 +159,8 @@ def _replace_content(descriptor: int, text: bytes) -> None:
 def claim_folder(recipe: Recipe, world: World) -> RunFolder:
     """Choose the folder of a run and claim it. Collective: rank 0 looks, the others get its answer.
 
-    With `[checkpoint] enable` a run goes on from the newest checkpoint under its dump_folder (or under the folder that
-    an earlier run of this dump_folder took). Otherwise results that are there are left alone: `digits` is followed by
-    `digits-2`, `digits-3` and so on.
+    With `[checkpoint] enable` a run goes on from the newest checkpoint under its dump_folder (or the folder that it
+    took). Otherwise results are left alone: `digits` is followed by `digits-2`, `digits-3` and so on.
 
     Raises:
         OutputError: the folder cannot be written, its metrics.jsonl is not a run's, or a run is writing there.

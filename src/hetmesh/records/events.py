@@ -66,7 +66,6 @@ class RunEvents:
             self.add(ENDED, step=step, how=how, reason=reason and reason[:LONGEST_REASON])
 
     def close(self) -> None:
-        """Let go of the file."""
         with writing(self._path):
             self._file.close()
 

@@ -25,8 +25,7 @@ class StepCost:
 
     Attributes:
         flops: per module, forward and backward, over all its ranks; modules of unknown sizes are left out.
-        module_mfu: the module's FLOPs over what its own ranks could have done in the time of the step at their peak in
-            the dtype in which it computes.
+        module_mfu: the module's FLOPs over what its ranks could have done in the step at their peak in its dtype.
         mfu: the time that all allocated ranks would have needed at their peak, over the time that they took.
         imbalance: per module: the busiest lane's rows over the mean lane's (`hetmesh.cost.imbalance`).
     """
@@ -92,8 +91,7 @@ class StepMetrics:
         load: how even microbatches and lanes were, of the steps that are logged; None on ranks other than 0.
         skipped: the step was left out, since loss or gradient were not finite.
         skipped_steps: so far, this one included; skipped_in_a_row: the last ones.
-        samples_without_target, samples_skipped: of the global batch: without a target, or not readable; neither adds to
-            the loss.
+        samples_without_target, samples_skipped: of the global batch, without a target or unreadable; they add no loss.
         samples_by_source: of the global batch, where they come from a mixture.
         media_dropped, tokens_dropped: what of the global batch did not fit into `seq_len`.
         expert_placement: by module, experts that changed their rank after this step, how even ranks were and are, and

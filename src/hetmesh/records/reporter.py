@@ -102,7 +102,6 @@ class Reporter:
         return step % self.log_freq == 0 or step == self.steps
 
     def step(self, metrics: StepMetrics) -> None:
-        """Report one step."""
         if not self.active:
             return
         self._write(metrics.record())
@@ -133,7 +132,6 @@ class Reporter:
             self.print(text)
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl."""
         with writing(self._path):
             self._file.write(to_json({**record, "timestamp": now()}) + "\n")
             self._file.flush()
@@ -168,7 +166,6 @@ class Reporter:
             self._events.add(SAVED, step=step, **times, asynchronous=asynchronous)
 
     def ended(self, step: int, how: str, reason: str | None = None) -> None:
-        """Note how the run ended."""
         if self.active:
             self._events.ended(step, how, reason)
 
@@ -179,7 +176,6 @@ class Reporter:
             write_json(self.folder / ANSWERS_FILE, {"how": how, "text": text})
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write summary.json."""
         if self.active:
             write_json(self.folder / SUMMARY_FILE, values, indent=2)
 
@@ -191,8 +187,7 @@ class Reporter:
             self.console.lost(error.strerror or type(error).__name__)
 
     def close(self) -> None:
-        """Flush and close everything. Raises OutputError: not all could be written; where an error is on its way
-        already, that one is raised."""
+        """Flush and close everything. Raises OutputError: not all could be written; or the error that is on its way."""
         if not self.active:
             return
         failing = sys.exception() is not None
@@ -224,13 +219,11 @@ class Loggers:
             self._loggers.append(logger)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log some scalars of one step."""
         with writing(f"{self.folder}: a logger's files"):
             for logger in self._loggers:
                 logger.log(dict(values), step)
 
     def close(self) -> None:
-        """Flush and close all of them."""
         with writing(f"{self.folder}: a logger's files"):
             for logger in self._loggers:
                 logger.close()

@@ -54,8 +54,7 @@ def metrics_lines(folder: Path) -> MetricsLines | None:
 
 
 def event_lines(folder: Path) -> tuple[tuple[Line, ...], tuple[str, ...]]:
-    """The events.jsonl of a run, none where there is no such file, and what is wrong with it. Raises UsageError: it
-    cannot be read."""
+    """The events.jsonl of a run, none without one, and what is wrong with it. Raises UsageError: it cannot be read."""
     try:
         lines, bad = _lines(folder / EVENTS_FILE, "an event, a step and a timestamp", _is_event)
     except FileNotFoundError:
@@ -116,7 +115,6 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Of the values."""
         return median(self.values)
 
     def times(self, factor: float) -> Series:

@@ -32,8 +32,7 @@ MIN_GAIN = 0.01
 
 @dataclass(frozen=True)
 class DeferralChoice:
-    """Whether the LLM may take samples one microbatch late, why, and the part of simulated steps that this saves (None:
-    not compared)."""
+    """Whether the LLM may take samples a microbatch late, why, and the share of steps saved (None: not compared)."""
 
     on: bool
     reason: str

@@ -61,14 +61,9 @@ def referenced(recipe: Recipe) -> tuple[str, ...]:
 
 
 def references(recipe: Recipe, modules: Iterable[str], world: World | None = None) -> References:
-    """What the directories of `modules` hold now.
-
-    Args:
-        world: of a job, whose ranks share the files between them; collective then. None: in this process alone.
-
-    Raises:
-        CheckpointError: a directory or a file cannot be read, or a module has none; on every rank.
-    """
+    """What the directories of `modules` hold now. `world`: of a job, whose ranks share the files between them;
+    collective then. None: in this process alone. Raises CheckpointError: a directory or a file cannot be read, or a
+    module has none; on every rank."""
     files: list[tuple[str, Path]] = []
     sums: dict[Path, int] = {}
     modules, error = tuple(modules), ""

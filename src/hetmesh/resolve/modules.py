@@ -37,11 +37,8 @@ Shapes = Mapping[str, ModuleShape | None]
 
 def deferred_module(recipe: Recipe, adapter: Adapter, name: str, *, empty: bool = False) -> DeferredModule:
     """Module `name` before it is parallelised: with LoRA adapters, frozen as the recipe says, and without memory for
-    its parameters, which `fill_module` gives each rank after the module is parallelised.
-
-    Args:
-        empty: only LoRA adapters have values; the other weights come from elsewhere, as with an `initial_load_path`.
-    """
+    its parameters, which `fill_module` gives each rank after the module is parallelised. `empty`: only LoRA adapters
+    have values; the other weights come from elsewhere, as with an `initial_load_path`."""
     options, seed, how = recipe.modules[name], recipe.debug.seed, module_options(recipe, name)
     dtype = how.parameter_dtype
     if empty or options.initial_load_path is not None:
@@ -75,15 +72,9 @@ def fill_module(
     device: torch.device | str = "cpu",
     roots: Sequence[nn.Module] = (),
 ) -> None:
-    """Give a `deferred_module`, sharded or not, memory on `device` for what this rank holds, and its weights: read from
-    the module's directory, else drawn.
-
-    Args:
-        roots: the modules that wrap it or parts of it, where FSDP was applied to these.
-
-    Raises:
-        RecipeError: the directory's tensors are not those of the module, or some parameters have no values.
-    """
+    """Give a `deferred_module`, sharded or not, memory on `device` for what this rank holds, and its weights. `roots`:
+    the modules that wrap it or parts of it, where FSDP was applied to these. Raises RecipeError: the directory's
+    tensors are not those of the module, or some parameters have no values."""
     if (pretrained := pretrained_of(name, recipe.modules[name])) is not None:
         load_weights(adapter, deferred.module, pretrained, device, roots)
     else:

@@ -63,8 +63,7 @@ def run_phases(recipe: Recipe) -> tuple[range, ...]:
 
 
 def plan_phases(phases: tuple[range, ...], problem_of: Callable[[range], Problem]) -> Iterator[PhasePlan]:
-    """The best layout of each phase, and what that of the phases before takes with its data: the layout changes where
-    that pays."""
+    """The best layout of each phase, and what that of the phases before takes: the layout changes where that pays."""
     layout: LayoutPlan | None = None
     for steps in phases:
         problem = problem_of(steps)

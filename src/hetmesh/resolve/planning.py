@@ -85,8 +85,7 @@ def recipe_problem(
 
 
 def recipe_macro_batch(problem: Problem) -> MacroBatch | None:
-    """What the samples of a problem say about how ranks are divided between modules; None where there is nothing to
-    divide."""
+    """What a problem's samples say about how ranks are divided by module; None where nothing is to be divided."""
     if not 2 <= len(problem.own) <= problem.ranks:
         return None
     return certify(sample_flops(problem, problem.samples), problem.own, problem.ranks)
@@ -236,14 +235,8 @@ def not_kept(recipe: Recipe) -> list[str]:
 
 def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: Problem, plan: LayoutPlan) -> str:
     """The recipe's text with the layout of `plan`: what was given on the command line is in it, and stages are named
-    where the recipe would be cut into others by itself.
-
-    Args:
-        text, overrides: what `recipe` was read from.
-
-    Raises:
-        RecipeError: it would not be what was planned.
-    """
+    where the recipe would be cut into others by itself. `text`, `overrides`: what `recipe` was read from. Raises
+    RecipeError: it would not be what was planned."""
     keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
     keys |= plan_keys(recipe, problem, plan)
     planned = laid_out(problem, plan)

@@ -24,8 +24,7 @@ def simulate_recipe(
     Args:
         machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
-        beside: modules whose kernels run in the collectives of others (`hetmesh.simulate.beside`), which no training
-            does yet.
+        beside: modules whose kernels run in others' collectives (`simulate.beside`); no training does it yet.
 
     Raises:
         RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.

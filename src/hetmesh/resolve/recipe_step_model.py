@@ -19,14 +19,8 @@ def agreed_step_model(
     recipe: Recipe, graph: ModuleGraph, shapes: Shapes, machine_name: str | None = None
 ) -> StepModel | None:
     """A model that is the same in every process of a job, since nothing is measured: a CPU has a typical peak. None
-    where the sizes of a module are not known.
-
-    Args:
-        machine_name: a name or TOML file; None: `[metrics] machine`, else a CPU.
-
-    Raises:
-        RecipeError: the machine or the profile of the recipe cannot be read.
-    """
+    where the sizes of a module are not known. `machine_name`: a name or TOML file; None: `[metrics] machine`, else a
+    CPU. Raises RecipeError: the machine or the profile of the recipe cannot be read."""
     machine = load_machine(machine_name or recipe.metrics.machine or "cpu")
     kinds = {str(module.options.row_dtype).removeprefix("torch.") for module in graph.modules}
     missing = {kind: TYPICAL_PEAK for kind in sorted(kinds) if machine.peak(kind) is None}
@@ -54,8 +48,7 @@ def recipe_step_model(
         profile: its fitted seconds take the place of the analytic ones for every layer.
 
     Raises:
-        RecipeError: a module cannot be built on the meta device, so that its sizes are not known, or the machine is
-            unknown.
+        RecipeError: a module cannot be built on the meta device, so its sizes are not known, or the machine is unknown.
     """
     machine = machine or load_machine(recipe.metrics.machine or "cpu")
     known = {name: shape for name, shape in shapes.items() if shape is not None}

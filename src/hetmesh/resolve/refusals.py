@@ -143,8 +143,7 @@ def _kernels(recipe: Recipe, refusals: Refusals) -> None:
 
 
 def _save_ops(recipe: Recipe, shapes: Shapes, refusals: Refusals) -> None:
-    """A list of operations that nothing reads, or with some that are never called or whose results have no known
-    size."""
+    """A list of operations that nothing reads, or with some never called or whose results have no known size."""
     if (given := recipe.activation_checkpoint.save_ops) is None:
         return
     key = f"activation_checkpoint.save_ops = {list(given)}"

@@ -83,10 +83,7 @@ class ResolvedRecipe:
 
     def loader(self, payloads: Payloads | None = None) -> Loader:
         """A new loader of the training samples: the same for whatever looks at batches, samples that it leaves out too.
-
-        Args:
-            payloads: where samples are loaded; None: in this process, when they are needed.
-        """
+        `payloads`: where samples are loaded; None: in this process, when they are needed."""
         return Loader(
             self.source,
             self.recipe.batch.global_batch_size,
@@ -180,7 +177,6 @@ class ResolvedRecipe:
         self.__dict__.pop("balance", None)  # `check_first_batch` may have asked for it
 
     def plan(self, samples: Sequence[SampleMeta]) -> BatchPlan:
-        """The batch plan of a global batch."""
         return plan_batch(self.graph, samples, self.recipe.batch.microbatch_size, self.balance)
 
     @cached_property
@@ -204,13 +200,8 @@ class ResolvedRecipe:
 
 def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     """What `recipe` means: `hetmesh check`, `train` and every other verb come here first, so what one refuses, all do.
-
-    Args:
-        source: of the training samples, if there is one already.
-
-    Raises:
-        RecipeError: everything that is wrong with the recipe beyond its text, a line each.
-    """
+    `source`: of the training samples, if there is one already. Raises RecipeError: everything that is wrong with the
+    recipe beyond its text, a line each."""
     refusals, known_source = Refusals(), source is not None
     for name, module in recipe.modules.items():
         with refusals.collect():

@@ -21,16 +21,9 @@ MAX_SAMPLES_CHECKED = 4096
 
 
 def held_out_source(recipe: Recipe, sources: SplitSources | None = None) -> Source | None:
-    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one,
-    or if it is not enabled.
-
-    Args:
-        sources: the run's sources, if there are some already.
-
-    Raises:
-        RecipeError: `[validation]` has a freq or a number of samples, and the source has no validation split, an empty
-            one, or one of fewer samples.
-    """
+    """The validation split of the recipe's data source; None if it has none and `[validation]` does not ask for one, or
+    if it is not enabled. `sources`: the run's sources, if there are some already. Raises RecipeError: `[validation]`
+    has a freq or a number of samples, and the source has no validation split, an empty one, or one of fewer samples."""
     if not recipe.validation.enable:
         return None
     keys = recipe.validation

@@ -33,11 +33,8 @@ MAX_TYPICAL = 64
 
 class StepSchedules:
     """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of long
-    steps follow what each microbatch costs; of shorter ones what typical microbatches do.
-
-    Args:
-        model: what steps cost; None where the sizes of a module are not known.
-    """
+    steps follow what each microbatch costs; of shorter ones what typical microbatches do. `model`: what steps cost;
+    None where the sizes of a module are not known."""
 
     def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel | None) -> None:
         self.recipe, self.graph = recipe, graph

@@ -146,8 +146,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, t
 
 
 def is_sliced(recipe: Recipe, name: str) -> bool:
-    """Whether module `name` is an encoder, or what follows one, that bubble_fill cuts into slices: it has a layout of
-    its own that shares ranks with the LLM's."""
+    """Whether bubble_fill cuts module `name` into slices: its own layout shares ranks with the LLM's."""
     wiring = recipe.wiring
     shared = set(wiring.meshes[name].ranks) & set(wiring.meshes[recipe.sink].ranks)
     return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)

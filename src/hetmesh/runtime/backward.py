@@ -26,8 +26,7 @@ _CAST = "ToCopyBackward0"  # autograd's name of what autocast makes of a paramet
 class SplitBackward:
     """A backward in two parts: `input_part` now, `weight_part` whenever there is time.
 
-    The weight part needs the gradients that the input part passes through each layer; torch keeps them between the
-    parts (`torch.distributed.pipelining`).
+    The weight part needs gradients that the input part passes through each layer; torch keeps them in between.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -42,11 +42,8 @@ class BatchesAhead:
         self._stream = stream
 
     def take(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
-        """The batch of a forward, its tensors on the device.
-
-        Raises:
-            Exception: whatever loading it has raised, in the action that needs it and not in the one before.
-        """
+        """The batch of a forward, its tensors on the device. Raises Exception: whatever loading it has raised, in the
+        action that needs it and not in the one before."""
         forward = (stage, microbatch)
         if not self.accelerator.asynchronous:
             return self._on_device(self.load(*forward))

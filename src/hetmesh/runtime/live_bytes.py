@@ -71,7 +71,6 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def span(self, label: object) -> Iterator[None]:
-        """Record what is alive during the body."""
         before, most = self.live, self.peak
         self.peak = before
         try:

@@ -34,8 +34,7 @@ Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
 
 Recording = list[tuple[Action, float, float]]
-"""What a rank did in a step: action, start and stop in seconds of `time.perf_counter`. A REDUCE comes twice: when the
-sums begin, and when they are waited for."""
+"""What a rank did: action, start and stop by `time.perf_counter`. A REDUCE comes twice: begun, and waited for."""
 
 Collectives = list[tuple[bool, float, float]]
 """Collectives inside its modules: whether one gathers parameters, start and stop as in `Recording`."""
@@ -52,8 +51,7 @@ class Runtime:
         reducers: per such stage with something trainable, the REDUCE action.
         loss: the summed loss.
         seed: of everything random; see `hetmesh.parallel.random_state`.
-        finish: called after the last action of a training step, when all gradients of this rank's stages are summed
-            over their lanes.
+        finish: called after the last action of a training step, when this rank's gradients are summed over their lanes.
         whole: of its stages those whose parameters FSDP keeps whole during a step.
 
     Build it on every rank of the job: it creates the process groups that boundaries may need.
@@ -114,8 +112,7 @@ class Runtime:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
             transfers: of this step and rank, if they were prepared; None: they are worked out on the way.
             settled: whether gradients are final when this returns, for which the host waits for the device. False: the
-                caller sums `changed` over all ranks, along with other numbers, and calls `settle` on all ranks if the
-                sum is not 0.
+                caller sums `changed` over all ranks, and calls `settle` on all if the sum is not 0.
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks

@@ -16,11 +16,8 @@ class StageStreams:
     """The streams of one rank in one step. What is queued on the current stream when this is made runs first.
 
     A transfer starts on the stream of its source, and arrives on that of its destination, where this rank has both;
-    what passes between two streams waits for an event, and keeps its memory until the second has read it.
-
-    Args:
-        side: for the slices; None runs everything on the current stream. The same in every step: memory belongs to a
-            stream.
+    what passes between two streams waits for an event, and keeps its memory until the second has read it. `side`: for
+    the slices; None runs everything on the current stream. The same in all steps: memory is a stream's.
     """
 
     def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:

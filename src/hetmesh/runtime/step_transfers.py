@@ -18,9 +18,7 @@ class StepTransfers:
     """The transfers of one rank in one step: made when they are asked for, or all at once by `prepare`.
 
     Pure Python and arrays: nothing here communicates, so another thread may prepare a step while one runs.
-
-    Args:
-        ranks_per_node: for preferring senders on the receiver's node; None: all alike.
+    `ranks_per_node`: for preferring senders on the receiver's node; None: all alike.
     """
 
     def __init__(self, plan: BatchPlan, schedule: Schedule, rank: int, ranks_per_node: int | None = None) -> None:
@@ -74,14 +72,9 @@ class RoutedRows:
         self._arrived: dict[tuple[Edge, Side, int], dict[int, Tensor]] = {}
 
     def split(self, route: Route, rows: Tensor, side: Side) -> Tensor:
-        """Those of `rows` that travel along a forward route, or their gradients back.
-
-        Args:
-            rows: all rows of the microbatch on `side`, where they are sent from.
-
-        Raises:
-            BoundaryError: there are more or fewer rows than planned.
-        """
+        """Those of `rows` that travel along a forward route, or their gradients back. `rows`: all rows of the
+        microbatch on `side`, where they are sent from. Raises BoundaryError: there are more or fewer rows than
+        planned."""
         if self.routes.same_numbers(route.edge):
             return rows
         m, other = _microbatches(route, side)

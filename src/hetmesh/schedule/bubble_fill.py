@@ -1,5 +1,4 @@
-"""Bubble fill: slices of encoders run in the bubbles of the LLM's pipeline, on the same ranks (Optimus, arXiv
-2408.03505)."""
+"""Bubble fill: slices of encoders in the bubbles of the LLM's pipeline, on its ranks (Optimus, arXiv 2408.03505)."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ INNER_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """Schedules of the LLM by itself that `bubble_fill` fills."""
 
 _AIM_SHARES = (0.0, 0.125, 0.25, 0.5)
-"""What is tried: so much of the way from a makespan that no order is below to the coarse one. Two passes each, or
-four."""
+"""What is tried: so much of the way from a makespan's lower bound to the coarse one. Two passes each, or four."""
 
 
 def bubble_fill(
@@ -173,8 +171,7 @@ def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[
 
 
 def _orders(stages: StageGraph, routes: Routes, problem: FillProblem) -> Iterable[tuple[int, ...] | None]:
-    """Orders of the microbatches that are worth a look: by number (None), and those of the least work for encoders
-    first."""
+    """Orders of microbatches worth a look: by number (None), and those of the least work for encoders first."""
     yield None
     count = routes.count(stages.sink.module)
     plain = all(routes.same_numbers(edge) for edge in stages.edges)

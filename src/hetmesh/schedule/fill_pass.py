@@ -3,8 +3,7 @@
 The order is built action by action, and time runs on each track as it is built. A filler that many tracks run, as the
 lanes of an encoder over all stages of the LLM do, has one place in the total order: a *cut* through the LLM's actions,
 those of a track before it and those after it. Early ranks of a pipeline have their gaps late and late ranks early, so
-the LLM's actions go on only on tracks where the filler does not fit yet: that finds the first cut in which it fits on
-all of them.
+the LLM's actions go on only where the filler does not fit yet: that finds the first cut in which it fits.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ DEFAULT_ORDER = FillOrder()
 
 
 def lazy(problem: FillProblem) -> Filled:
-    """Fillers run when the sink's module cannot go on without them, and backwards as soon as they can: no valid order
-    of these forwards holds less."""
+    """Fillers run when the sink's module needs them, backwards as soon as they can: no valid order holds less."""
     return _Pass(problem, None, lambda i, _: i >= problem.backwards).run()
 
 
@@ -95,10 +93,7 @@ Tails = Sequence[tuple[float, ...]]
 def longest_tails(problem: FillProblem, order: Sequence[int]) -> Tails:
     """Per action and set of its tracks the seconds from its start there to the end of the step, if fillers take no time
     of tracks: makespan minus these are latest starts (the ALAP pass of Optimus, arXiv 2408.03505, section 4.3).
-
-    Args:
-        order: any valid one.
-    """
+    `order`: any valid one."""
     groups = problem.groups
     after = [[0.0] * len(group) for group in groups]
     tails: list[tuple[float, ...]] = [()] * len(groups)

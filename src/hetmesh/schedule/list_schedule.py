@@ -71,14 +71,8 @@ def list_schedule(
     split: frozenset[Stage] = NO_STAGES,
     given: Iterable[Action] = (),
 ) -> list[Action]:
-    """The compute actions of all groups in the order of their starts.
-
-    Args:
-        given: actions that are over before it begins.
-
-    Raises:
-        ScheduleError: no group can go on; names what they wait for.
-    """
+    """The compute actions of all groups in the order of their starts. `given`: actions that are over before it begins.
+    Raises ScheduleError: no group can go on; names what they wait for."""
     finish = dict.fromkeys(given, 0.0)
     free: dict[int, float] = {}  # per rank, of those that hold the same stages one
     ranks_of = _ranks_apart(stages)
@@ -227,11 +221,8 @@ def capped_stages(
     split: frozenset[Stage] = NO_STAGES,
     kinds: Iterable[Kind] = (Kind.FORWARD, Kind.BACKWARD),
 ) -> list[Group]:
-    """`Capped` for some stages, by the order of `steps`; caps None: no limits.
-
-    Args:
-        kinds: which actions of `steps` they run.
-    """
+    """`Capped` for some stages, by the order of `steps`; caps None: no limits. `kinds`: which actions of `steps` they
+    run."""
     forwards, backwards = (by_stage(steps, kind) if kind in kinds else {} for kind in (Kind.FORWARD, Kind.BACKWARD))
     limits = dict.fromkeys(stages.stages) if caps is None else caps
     return [Capped(s, stages, routes, limits[s], forwards.get(s, ()), backwards.get(s, ()), split) for s in some]
@@ -275,10 +266,7 @@ def caps_by_distance(stages: StageGraph, routes: Routes, steps: Sequence[Sequenc
 
 def run_ahead(routes: Routes, edge: Edge, cap: int, released: Sequence[int] | None = None) -> int:
     """How many microbatches the source of an edge holds if its destination holds `cap` and the next one is ready.
-
-    Args:
-        released: the destination's microbatches in the order in which it lets go of them; None: by number.
-    """
+    `released`: the destination's microbatches in the order in which it lets go of them; None: by number."""
     if routes.same_numbers(edge):
         return cap + 1
     before = forwards_before(routes, edge)

@@ -26,8 +26,7 @@ class PolicyOptions:
         refine: bubble_fill: False: the coarse placement alone, for comparison.
         in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
             LLM's order needs.
-        raise_in_flight: bubble_fill: what the LLM's order needs is held also where `in_flight` is less, instead of an
-            error.
+        raise_in_flight: bubble_fill: what the LLM's order needs is held where `in_flight` is less, not refused.
         validated: False: for a search, which simulates hundreds of schedules and runs none.
     """
 
@@ -82,13 +81,11 @@ class Action:
 
     @property
     def stage(self) -> Stage:
-        """The stage of all other kinds."""
         assert isinstance(self.target, Stage)
         return self.target
 
     @property
     def route(self) -> Route:
-        """The route of a SEND or RECV."""
         assert isinstance(self.target, Edge)
         return Route(self.target, self.microbatch, self.microbatch if self.to is None else self.to)
 
@@ -127,8 +124,7 @@ class Schedule:
     beside: frozenset[Stage] = NO_STAGES
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """The actions in which `rank` takes part. Both sides of an edge take part in its SEND: the receiving one posts
-        its receives there."""
+        """The actions in which `rank` takes part. A receiver takes part in the SEND: it posts its receives there."""
         held = {stage for stage in self.stages.stages if rank in self.stages.ranks_of(stage)}
         return tuple(action for action in self.actions if takes_part(action, held))
 
@@ -224,8 +220,7 @@ def holding(
 ) -> Iterator[tuple[Stage, int, int]]:
     """(stage, microbatch, 1) where a stage begins to hold a microbatch, and (stage, microbatch, -1) where it lets go.
 
-    A stage without a backward lets go of a microbatch when the last forward that reads it is over; what nobody reads it
-    does not hold at all.
+    A stage without a backward holds a microbatch until the last forward that reads it, if any.
     """
     last = {s: (backward_kinds(s, stages, split) or (None,))[-1] if training else None for s in stages.stages}
     waiting: dict[tuple[Stage, int], int] = {}
@@ -300,11 +295,8 @@ def validate(schedule: Schedule) -> Schedule:
 def with_messages(
     order: Iterable[Action], stages: StageGraph, routes: Routes, split: frozenset[Stage], last: Iterable[Action] = ()
 ) -> tuple[Action, ...]:
-    """`order` with its messages: received right before they are used, sent right after they are made.
-
-    Args:
-        last: the last backward action of each stage whose gradients are then reduced.
-    """
+    """`order` with its messages: received right before they are used, sent right after they are made. `last`: the last
+    backward action of each stage whose gradients are then reduced."""
     ends = set(last)
     out: list[Action] = []
     for action in order:
@@ -336,8 +328,7 @@ def schedule_of(
     validated: bool = True,
     **flags: frozenset[Stage],
 ) -> Schedule:
-    """The validated schedule of compute actions in that order, with their messages; gradients of a stage are reduced
-    after its last backward.
+    """The validated schedule of compute actions in that order, with messages and, after last backwards, reductions.
 
     Args:
         validated: False: it is not.

@@ -52,8 +52,7 @@ def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> lis
 
 
 def forwards_needed(stages: StageGraph, routes: Routes) -> dict[str, list[int]]:
-    """Per module and microbatch of the sink, how many forwards must be over before that microbatch has its own, if all
-    go by number."""
+    """Per module and microbatch of the sink, how many forwards come before its own, if all go by number."""
     sink = stages.sink.module
     needed = {sink: list(range(1, routes.count(sink) + 1))}
     for module in reversed(list(dict.fromkeys(stage.module for stage in stages.stages))):

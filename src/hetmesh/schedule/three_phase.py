@@ -23,9 +23,8 @@ from hetmesh.schedule.sequential import one_by_one
 def three_phase(
     stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
-    """A validated schedule in windows of microbatches of the sink, each in three phases (NVIDIA, arXiv 2605.27678,
-    section 4): what it needs of all other modules forward; 1F1B over the stages of the sink's module; all other modules
-    backward.
+    """A validated schedule in windows of the sink's microbatches, each of three phases (NVIDIA, arXiv 2605.27678,
+    section 4): what it needs of others forward; 1F1B over the stages of the sink's module; all other modules backward.
 
     An encoder whose ranks are spread over the LLM's pipeline stages needs all of them at a time, while 1F1B staggers
     them: side by side they would wait for each other in every microbatch. The price is that the encoders' activations

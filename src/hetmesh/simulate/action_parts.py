@@ -70,8 +70,7 @@ def forward_parts(layer: LayerShape, seconds: float, sums: float) -> Parts:
 
 
 def backward_parts(layer: LayerShape, seconds: LayerSeconds) -> tuple[Parts, Parts]:
-    """Of one layer's backward: what makes the gradient of its input, with what is computed again in front, and what
-    makes those of its parameters."""
+    """Of one layer's backward: what makes its input's gradient, after what is computed again, and its parameters'."""
     order = pieces(layer)[::-1]
     again = seconds.sums_forward if seconds.recompute else 0.0
     front = _alternating(pieces(layer), seconds.recompute, again) if seconds.recompute else ()

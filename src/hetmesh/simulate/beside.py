@@ -68,8 +68,7 @@ class _Past:
             self.stops.append(stop)
 
     def spend(self, collective: bool, seconds: float) -> Iterator[tuple[int, float, float]]:
-        """Use what is left for computation, piece by piece, or for a collective as a whole: kind of the run, start,
-        stop."""
+        """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop."""
         while seconds > 0.0 and self.place < len(self.stops):
             kind, stop = self.kinds[self.place], self.stops[self.place]
             room = stop - self.now

@@ -25,12 +25,7 @@ def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True
     """The columns of `schedule` under `costs`, with the seconds that actions take beside each other.
 
     Forwards, backwards and the optimizer keep ranks busy. Transfers, gathers and reductions take what they take.
-
-    Args:
-        overlap: see `simulate`.
-
-    Raises:
-        GraphError: there is no cost for a stage and microbatch.
+    `overlap`: see `simulate`. Raises GraphError: there is no cost for a stage and microbatch.
     """
     columns = program(schedule, costs)
     if all(factor == 1.0 for factor in costs.busy_slowdown):
@@ -139,8 +134,7 @@ class _Waiting:
 
 
 def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[list[int]]]:
-    """What each action waits for, by the rules of `engine`; and, of each action that keeps ranks busy, the numbers of
-    its sets of lanes."""
+    """What each action waits for, by the rules of `engine`, and the sets of lanes of those that keep ranks busy."""
     waiting, at = _Waiting(), []
     held = [[_joined(loads[track] for track in own) for own in groups] for groups in p.groups]
     tracks = range(len(p.tracks))

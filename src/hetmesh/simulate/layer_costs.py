@@ -1,8 +1,7 @@
 """Costs of a layer as linear functions of what is computed, made once per kind of layer and kept.
 
 Seconds and bytes of a layer are a constant plus a multiple each of rows, pairs and targets. Two measurements of the
-functions in `hetmesh.cost` give the coefficients, so that a microbatch costs a product of small matrices and not a walk
-over layers.
+functions in `hetmesh.cost` give the coefficients, so a microbatch costs a product of small matrices.
 """
 
 from __future__ import annotations
@@ -64,11 +63,8 @@ class How:
 
 
 class LayerCosts:
-    """The coefficients of layers on one machine. Share one between the models of many layouts.
-
-    Args:
-        profile: its fitted seconds take the place of the analytic ones.
-    """
+    """The coefficients of layers on one machine. Share one between the models of many layouts. `profile`: its fitted
+    seconds take the place of the analytic ones."""
 
     def __init__(self, machine: Machine, profile: Profile | None = None) -> None:
         self.machine, self.profile = machine, profile

@@ -61,7 +61,6 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return sum(self.parts.values())
 
 
@@ -88,7 +87,6 @@ class MemoryFit:
 
     @property
     def peak_bytes(self) -> int:
-        """What that rank holds."""
         return self.ranks[self.fullest].total
 
     @property
@@ -178,7 +176,6 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return sum(self.bytes)
 
 

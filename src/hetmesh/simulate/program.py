@@ -185,7 +185,6 @@ def _flows(
     index: dict[Stage, int],
     costs: StepCosts,
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """`Program.flows`."""
     known = costs.lanes.flows if costs.lanes else {}
     forward = len(edges) // 2
     usual = [_usual(edge, groups[index[edge.source]], groups[index[edge.destination]]) for edge in edges]

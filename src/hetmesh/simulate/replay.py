@@ -28,8 +28,7 @@ class StepReplay:
 
     Attributes:
         policy, options: of the schedule: a key of `hetmesh.schedule.POLICIES`, and its parameters.
-        shares: per module, what each of its stages takes of its forward and of its backward; one that is missing: as
-            much as the others.
+        shares: per module, what each of its stages takes of its forward and backward; missing: as much as others.
     """
 
     graph: ModuleGraph
@@ -42,8 +41,7 @@ class StepReplay:
 
         Args:
             work: `[steps, microbatches, modules]`: forward of all stages of each of the `led_modules`.
-            backward: how many times as long as their forward their backward takes; of a backward in two parts both take
-                as long.
+            backward: how many times as long as their forward their backward takes; both parts of a split one equally.
             late: bool `[microbatches]`: whether the last module takes some rows one microbatch later, in any step.
         """
         deferred = () if late is None else tuple(np.flatnonzero(late[:-1]).tolist())

@@ -82,11 +82,8 @@ class StageCosts:
         return tuple(mesh.array[line].tolist()) if axis in mesh.axes else ()
 
     def costs(self, microbatches: Sequence[Sequence[RankWork]]) -> list[StageCost]:
-        """Per microbatch, on the rank that takes longest.
-
-        Args:
-            microbatches: what each of its ranks computes (`rank_work`).
-        """
+        """Per microbatch, on the rank that takes longest. `microbatches`: what each of its ranks computes
+        (`rank_work`)."""
         return [
             self._cost(parts[int(whole.argmax())], parts[:, _KEPT:].max(0), first=m == 0)
             for m, (_, parts, whole) in self._each(microbatches)
@@ -96,10 +93,7 @@ class StageCosts:
         self, microbatches: Sequence[Sequence[RankWork]], groups: Sequence[int]
     ) -> dict[int, tuple[StageCost, ...]]:
         """Per microbatch in which groups of lanes differ, the cost of each group, on its rank that takes longest.
-
-        Args:
-            groups: per lane, the number of its group.
-        """
+        `groups`: per lane, the number of its group."""
         found = {}
         for m, (place, parts, whole) in self._each(microbatches):
             if len(parts) == 1:
@@ -117,8 +111,7 @@ class StageCosts:
     def _each(
         self, microbatches: Sequence[Sequence[RankWork]]
     ) -> Iterator[tuple[int, tuple[list[int], np.ndarray, np.ndarray]]]:
-        """Per microbatch, for each rank its row of what follows; parts of the costs, each different one once; and their
-        seconds."""
+        """Per microbatch, for each rank its row of what follows; different parts of the costs; and their seconds."""
         each = [list(dict.fromkeys(ranks)) for ranks in microbatches]
         first = np.concatenate([[0], np.cumsum([len(ranks) for ranks in each])])
         ranks = [rank for microbatch in each for rank in microbatch]
@@ -297,8 +290,7 @@ class StageCosts:
     @cached_property
     def _scattered(self) -> int:
         """What FSDP sums of the root at the end of a backward: whole gradients as the backward left them, these copied
-        into one message in the dtype in which they are summed, and what comes of that. The first are gone when the last
-        is made."""
+        into one message in the dtype of the sum, and what comes of it, for which the first are gone."""
         root, itemsize = self._gathered_together.get("", 0), self.options.sum_dtype.itemsize
         if not self.contents.trained:
             return 0

@@ -94,7 +94,6 @@ class StepModel:
         }
 
     def shape(self, module: str) -> ModuleShape:
-        """The sizes of a module."""
         return self._modules[module].shape
 
     @cached_property
@@ -178,11 +177,8 @@ class StepModel:
         return found
 
     def sample_costs(self, module: str, work: Work) -> SampleCosts:
-        """What samples cost a module, in `UNIT_S` on all ranks of a lane, collectives inside layers included.
-
-        Args:
-            work: of a typical microbatch of a lane, at which the backward is compared with the forward.
-        """
+        """What samples cost a module, in `UNIT_S` on all ranks of a lane, collectives inside layers included. `work`:
+        of a typical microbatch of a lane, at which the backward is compared with the forward."""
         forward, backward = (sum(parts) for parts in zip(*self._stage_seconds(module), strict=True))
         typical, spec = self._typical(module, work), self._modules[module].spec
         ratio = _rounded(float(backward @ typical / (forward @ typical))) if forward @ typical else 0.0

@@ -54,8 +54,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Spans as columns of equal length: see `Span`. `kind` and `target` are indices into `KINDS` and
-    `Timeline.targets`."""
+    """Columns of equal length: see `Span`. `kind` and `target` are indices into `KINDS` and `Timeline.targets`."""
 
     track: np.ndarray
     kind: np.ndarray
@@ -102,8 +101,7 @@ class Timeline:
         transfers: what travels beside it; one span per receiving track.
         makespan: seconds from the step's begin to the last stop.
         collectives: per track, how many of the seconds of its work are collectives inside layers.
-        peak_bytes: per track, of the rank that holds most: static, activations in flight and boundary buffers; 0 where
-            it is not known.
+        peak_bytes: per track, of the rank that holds most: static, activations and boundary buffers; 0 where not known.
         hidden: per track, seconds of computation inside collectives of other actions (`simulate(beside=...)`), which
             are then no idle time; empty: none.
     """

@@ -61,8 +61,7 @@ def _alike(plan: BatchPlan, edge: Edge, route: Route, back: bool) -> tuple[str, 
 
 
 def route_tokens(plan: BatchPlan, edge: Edge) -> dict[tuple[int, int], int]:
-    """Tokens of the samples of every route of an edge that has any, by the microbatches of its source and its
-    destination."""
+    """Tokens of the samples of every route of an edge with any, by microbatches of its source and its destination."""
     tokens = [sample.tokens for sample in plan.samples]
     ends = (plan.microbatch_of(module).tolist() for module in (edge.source.module, edge.destination.module))
     sizes: dict[tuple[int, int], int] = {}

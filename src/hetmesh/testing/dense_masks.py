@@ -29,8 +29,7 @@ def sees(kind: str, meta: SampleMeta, i: int, j: int) -> bool:
 
 
 def dense_mask(kind: str, metas: Sequence[SampleMeta], width: int) -> Tensor:
-    """The mask of samples padded to `width` tokens: bool `[samples, 1, width, width]`, True where a token is seen.
-    Padding sees itself."""
+    """Mask of samples padded to `width` tokens: bool `[samples, 1, width, width]`, True: seen. Padding sees itself."""
     mask = torch.eye(width, dtype=torch.bool).repeat(len(metas), 1, 1, 1)
     for row, meta in enumerate(metas):
         for i in range(meta.tokens):

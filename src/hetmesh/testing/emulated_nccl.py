@@ -214,8 +214,7 @@ def emulated_world(backend: EmulatedNccl | None = None, *, timeout: float = 60.0
 
 
 def emulate() -> None:
-    """From here on the World of this process is one of emulated NCCL: `WorkerPool(4, begin=emulate)`, and whatever its
-    workers do goes over NCCL."""
+    """From here on the World of this process is over emulated NCCL: `WorkerPool(4, begin=emulate)` does all over it."""
     init(backend=EmulatedNccl(), timeout=60.0)
 
 

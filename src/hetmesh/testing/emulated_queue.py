@@ -122,8 +122,7 @@ class Queue:
         self._thread: threading.Thread | None = None
 
     def rendezvous(self, batch: Batch) -> None:
-        """Make the communicator, for which all its ranks must come; the host waits. Raises EmulatedError: some do
-        not."""
+        """Make the communicator, for which all ranks must come; the host waits. Raises EmulatedError: some do not."""
         store, key = default_store(), f"{self._prefix} rank "
         store.set(f"{key}{self._rank}", batch.what)
         if absent := missing(store, key, self._ranks, batch.posted + self._limit):
@@ -135,7 +134,6 @@ class Queue:
         self.connected = True
 
     def put(self, batch: Batch) -> None:
-        """Append a batch."""
         if self._broken is not None:
             raise EmulatedError(f"{batch}: the communicator of ranks {self._ranks} is broken: {self._broken}")
         if self._thread is None:

@@ -151,8 +151,7 @@ def stuck(launched: Mapping[int, Sequence[Launch]]) -> str:
     another rank begin, which wait there after others. So launches must also succeed one after another.
 
     Args:
-        launched: per rank, its batches in the order of launching. Messages of one communicator between two ranks match
-            in order.
+        launched: per rank, its batches as launched. Messages of one communicator between two ranks match in order.
     """
     messages = {rank: list(_messages(rank, batches)) for rank, batches in launched.items()}
     at = dict.fromkeys(launched, -1)

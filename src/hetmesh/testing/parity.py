@@ -294,8 +294,7 @@ def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
         The largest error.
 
     Raises:
-        ParityError: an error above `tolerance`, a gradient that exists on one side only, or a parameter that no rank
-            holds.
+        ParityError: an error above `tolerance`, a gradient on one side only, or a parameter that no rank holds.
     """
     errors: dict[str, float] = {}
     for step, loss in enumerate(expected.losses):

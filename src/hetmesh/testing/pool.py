@@ -298,7 +298,6 @@ def _leave_with(parent: BaseProcess) -> None:
 def _worker(
     rank: int, size: int, port: int, connection: Connection, stack_file: str, begin: Callable[[], object] | None
 ) -> None:
-    """The life of one worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills the workers
     stacks = open(stack_file, "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, chain=True)  # dump all, then die

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None]:
-    """While the context lasts, run RMSNorm, rotary embedding and router submodules of `modules` in the dtype of their
-    inputs.
+    """In the body, run RMSNorm, rotary embedding and router submodules of `modules` in the dtype of their inputs.
 
     transformers computes both in fp32, so that an fp64 model has fp32 errors (about 1e-7, and they hide changes below
     that size). Attention must be `sdpa`, as adapters choose it: the eager one also casts. Rotary frequencies are
@@ -24,8 +23,7 @@ def exact_dtypes(*modules: nn.Module, every_cast: bool = False) -> Iterator[None
 
     Submodules are known by what they hold: a norm has `weight` and `variance_epsilon`, a rotary embedding `inv_freq`
     and `attention_scaling`, a router `weight` and `norm_topk_prob`. Rotary positions of a vision tower's attention are
-    applied by a function of its file, which is replaced too. Sharded modules work alike. The other submodules are not
-    touched.
+    applied by a function of its file, which is replaced too. Sharded modules work alike. Others are not touched.
 
     Args:
         every_cast: instead of that, for modules of any build: every cast to fp32 becomes one to fp64 (slower; does

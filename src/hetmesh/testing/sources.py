@@ -84,7 +84,6 @@ class RandomMedia:
         return self._make(index)[0]
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
-        """The payload of sample `index`."""
         whole = self._make(index)[1]
         return replace(whole, media={kind: items for kind, items in whole.media.items() if wants(kinds, kind)})
 

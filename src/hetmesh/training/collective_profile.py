@@ -66,10 +66,7 @@ def group_recipe(recipe: Recipe) -> Recipe | None:
 
 def measure_collectives(recipe: Recipe, path: str) -> None:
     """Run a `group_recipe` as one of its ranks; the first writes a Profile of collectives alone to `path`. Collective.
-
-    Raises:
-        RecipeError: the sizes of a module are not known.
-    """
+    Raises RecipeError: the sizes of a module are not known."""
     observed: tuple[list[Observation], list[Observation]] = [], []
     with one_torch_thread(), open_payloads(recipe) as payloads, world_for(recipe) as world:
         choose_kernels(recipe.debug.deterministic, world.device)

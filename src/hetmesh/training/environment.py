@@ -24,10 +24,7 @@ sample shall report it before the others report that they wait for the rank."""
 
 def open_payloads(recipe: Recipe) -> Payloads:
     """Where the samples of `recipe` are loaded; worker processes start here, so call it before anything has a thread.
-
-    Raises:
-        RecipeError: the data source cannot be made.
-    """
+    Raises RecipeError: the data source cannot be made."""
     keys = recipe.data
     sources = split_sources(keys)
     if not keys.num_workers:
@@ -41,11 +38,8 @@ def open_payloads(recipe: Recipe) -> Payloads:
 
 @contextlib.contextmanager
 def world_for(recipe: Recipe) -> Iterator[World]:
-    """The World of this process, which is left open, or a new one, which is closed after the body.
-
-    Raises:
-        RecipeError: its number of ranks is not that of the recipe.
-    """
+    """The World of this process, which is left open, or a new one, which is closed after the body. Raises RecipeError:
+    its number of ranks is not that of the recipe."""
     timeout = recipe.comm.init_timeout_seconds
     existing = World.current() if dist.is_initialized() else None
     world = existing or init(timeout=timeout, init_timeout=timeout)

@@ -49,7 +49,6 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Share of samples that are right."""
         return float(self.right.double().mean())
 
     @property
@@ -62,11 +61,8 @@ class Evaluation:
 def evaluate(job: Job, source: Source, limit: int | None = None, silent: Collection[int] = ()) -> Evaluation:
     """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
 
-    Training goes on afterwards as if this had not been: modules are in evaluation mode for the duration (no dropout),
-    and the random state is left as it was.
-
-    Args:
-        silent: tokens that are never guessed.
+    Training goes on as if this had not been: the random state is left as it was, and modules are in evaluation mode.
+    `silent`: tokens that are never guessed.
     """
     parts = (job.root, *job.runtime.modules.values())
     training = [module for part in parts for module in part.modules() if module.training]

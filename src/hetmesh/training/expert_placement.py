@@ -1,5 +1,4 @@
-"""How even the routing of a step was, and experts that change places in a run: moved every few steps to where the
-tokens since the last time are even.
+"""How even the routing of a step was, and experts that move every few steps to where the tokens since then are even.
 
 Values throughout, equal on all ranks: which expert lies where, by module and block, follows from sums over all ranks.
 Checkpoints have experts in the order of their numbers, so that every layout reads them, and record where they lay.
@@ -34,12 +33,8 @@ State = dict[str, dict[str, list[list[int]]]]
 
 
 class ExpertLoads:
-    """The load-balancing loss and the tokens of each expert in the last step, over all ranks. Values stay on their
-    device until they are read together.
-
-    Args:
-        parallel: the modules of this rank.
-    """
+    """The load-balancing loss and tokens of each expert in the last step, over all ranks; on their device until read.
+    `parallel`: the modules of this rank."""
 
     def __init__(
         self, world: World, graph: ModuleGraph, adapters: Mapping[str, Adapter], parallel: Mapping[str, ParallelModule]
@@ -83,8 +78,7 @@ class ExpertLoads:
         return routed_tokens(parallel.module) if coordinate.get("tp", 0) == 0 else None
 
     def read(self, sums: Tensor, targets: int, placements: Mapping[str, Sequence[Placement]]) -> Loads:
-        """From the sum of all ranks' `mine`, on the CPU, the targets of the step, and where experts lay in it, by
-        module and block."""
+        """From the sum of all ranks' `mine`, the step's targets, and where experts lay in it, by module and block."""
         out: dict[str, dict[str, float]] = {}
         for name, rows in self.rows(sums).items():
             tokens = rows[:, 1:]
@@ -152,8 +146,7 @@ class ExpertPlacement:
         self._noted = torch.zeros(width, dtype=torch.float64, device=self.world.device)
 
     def after_step(self, step: int, optimizers: Optimizers) -> dict[str, Moved]:
-        """Note what experts got in step `step`, which has just been taken, and move those of modules that are due.
-        Collective over all ranks of the job."""
+        """Note what experts got in step `step`, just taken, and move those of modules that are due. Collective."""
         if not self.every:
             return {}
         self._noted += self.loads.mine()
@@ -192,8 +185,7 @@ class ExpertPlacement:
         return {n: {"placements": [*map(list, self.placements[n])], "tokens": tokens[n]} for n in self.every}
 
     def restore(self, saved: Mapping[str, Mapping[str, Sequence[Sequence[int]]]], optimizers: Optimizers) -> None:
-        """Go on from a `state`, which may be of another layout, once experts are loaded in the places of their numbers.
-        Collective."""
+        """Go on from a `state` (of any layout) once experts are loaded in the places of their numbers. Collective."""
         for name in [name for name in self.every if name in saved]:
             self._bring({name: [tuple(placement) for placement in saved[name]["placements"]]}, optimizers)
             if self.world.rank == 0:  # the others' shares are in its sums

@@ -125,13 +125,7 @@ class Feed:
 
     def load_all(self, watchdog: Watchdog) -> dict[int, str]:
         """Load all that this rank will ask for. What cannot be read gets a blank payload of the planned shapes.
-
-        Args:
-            watchdog: watches each sample.
-
-        Returns:
-            Why not, by index in the batch.
-        """
+        `watchdog`: watches each sample. Returns why not, by index in the batch."""
         wrong: dict[int, str] = {}
         for i in sorted(self._mine):
             with watchdog.watching(f"loading sample {self.drawn.given.ids[i]!r} on rank {self.rank}"):

@@ -42,11 +42,8 @@ class FirstSteps:
         self._buffers: dict[str, Tensor] = {}
 
     def check(self) -> None:
-        """Call it after each step, on all ranks, while its gradients are there. Collective in the first two.
-
-        Raises:
-            GradientError: on all ranks.
-        """
+        """Call it after each step, on all ranks, while its gradients are there. Collective in the first two. Raises
+        GradientError: on all ranks."""
         self.taken += 1
         if self.taken == 1:
             check_replica_gradients(self.modules, self.world)

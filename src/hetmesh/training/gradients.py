@@ -29,8 +29,7 @@ def scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
 def squared_norm(
     parameters: Iterable[nn.Parameter], others: Iterable[nn.Parameter] = (), device: torch.device | None = None
 ) -> Tensor:
-    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on whatever devices they lie. Float64,
-    0-d.
+    """The squared 2-norm of this rank's parts of the gradients of `parameters`, on any devices. Float64, 0-d.
 
     Args:
         others: parameters that another rank counts. Their gradients add nothing, unless one of them is not finite: then
@@ -51,11 +50,8 @@ def squared_norm(
 
 def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:
     """The parameters of which `rank` holds the first replica: the sum of their `squared_norm` over all ranks of the job
-    is that of the whole model, whatever the meshes.
-
-    Args:
-        elsewhere: ids of parameters of which another pipeline stage holds the first copy.
-    """
+    is that of the whole model, whatever the meshes. `elsewhere`: ids of parameters of which another pipeline stage
+    holds the first copy."""
     return [
         p
         for each in modules

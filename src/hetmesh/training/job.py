@@ -159,12 +159,10 @@ class Job:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the run."""
         return self.resolved.recipe
 
     @property
     def graph(self) -> ModuleGraph:
-        """The modules of all ranks."""
         return self.resolved.graph
 
     @property
@@ -177,7 +175,6 @@ class Job:
         return self.resolved.plan(samples)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
-        """The schedule of a step."""
         return self.resolved.schedules.of(plan, training)
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
@@ -190,9 +187,8 @@ class Job:
         return list(self.root.parameters())
 
     def forward_backward(self, max_norm: float = 0.0) -> StepResult:
-        """One step but for the optimizer's: draw the next global batch, run forward and backward of all modules, and
-        leave the gradient of the loss per target in `.grad` of every parameter, in place of what is there. Collective
-        over all ranks.
+        """One step but for the optimizer's: draw the next global batch, run all modules forward and backward, and leave
+        the gradient of the loss per target in `.grad` of every parameter, in place of what is there. Collective.
 
         Args:
             max_norm: clips the gradient of all modules together; 0 does not.

@@ -16,8 +16,7 @@ from hetmesh.parallel import ParallelModule
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
 `batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its sample ->
-the SUM over these targets, a scalar; a connected 0 without any. It runs on every rank that computes logits, in every
-microbatch."""
+the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every microbatch."""
 
 
 def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -40,21 +39,16 @@ def check_values(source: Source, loss: CustomLoss | None) -> None:
 
 
 def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `sink` gives on this rank, which may be a share of the vocabulary; None:
-    this rank computes none."""
+    """`sum_cross_entropy` of the logits that `sink` gives on this rank, maybe a share of the vocabulary; None: none."""
     if sink is None or (vocabulary := sink.vocabulary) is None:
         return sum_cross_entropy
     return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
 
 
 class CheckedLoss:
-    """A custom loss, refused where it is no sum: a mean would weigh targets by the microbatch and the rank that they
-    are in.
-
-    Raises:
-        LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several
-            targets, something else than the sum of what it gives for two halves of them.
-    """
+    """A custom loss, refused where it is no sum: a mean would weigh targets by their microbatch and rank. Raises
+    LossError: it gives something else than a scalar that depends on the logits; or, of the first batch with several
+    targets, something else than the sum of what it gives for two halves of them."""
 
     of, over = "logits", "batch['targets']"
     mean_hint = "a mean is taken once, over the global batch, by hetmesh"
@@ -105,8 +99,7 @@ class CheckedSampleLoss(CheckedLoss):
     mean_hint = "for a mean divide once, by divide_by of Pipeline.step"
 
     def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
-        """The batch of some of the `n` samples; None if the last part returns several rows of a sample, or one of
-        several."""
+        """The batch of some of the `n` samples; None if the last part returns no single row of a sample."""
         if any(len(value) != n for value in batch.values() if isinstance(value, Tensor)):
             return None
         return {key: value[span] if isinstance(value, Tensor) else value for key, value in batch.items()}

@@ -26,10 +26,7 @@ DIRECTIONS = ("forward", "backward")
 
 class Meter:
     """Measures the steps of a job on this rank. Building it takes no memory; it measures a CPU's peak if it has to.
-
-    Raises:
-        RecipeError: `[metrics] machine` names none.
-    """
+    Raises RecipeError: `[metrics] machine` names none."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.graph, self.world = job, job.graph, job.world

@@ -65,8 +65,7 @@ class NonFiniteSteps:
 def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World) -> str:
     """What is not finite, and where, e.g. `"the loss (rank 2) and gradients of vision (ranks 0, 1)"`.
 
-    Collective over all ranks; called in the rare step in which the sum over all ranks was not finite, so that the usual
-    one needs a single number.
+    Collective over all ranks, in the rare step whose sum was not finite: the usual one needs a single number.
 
     Args:
         root: the modules of this rank, by name.

@@ -1,5 +1,4 @@
-"""What a run prints beside its metrics: warnings about a step, each printed once and then counted; at the end, where
-its results are and which commands use them."""
+"""What a run prints beside its metrics: warnings, each once and then counted; where results are, and what uses them."""
 
 from __future__ import annotations
 
@@ -29,11 +28,8 @@ class StepNotices:
         self._skipped: set[str] = set()
 
     def batch(self, planned: PlannedStep) -> None:
-        """Report samples that are skipped, that have no target, or that `seq_len` has cut.
-
-        Raises:
-            SampleError: some samples have no target, and `[data] on_no_target` says stop.
-        """
+        """Report samples that are skipped, that have no target, or that `seq_len` has cut. Raises SampleError: some
+        samples have no target, and `[data] on_no_target` says stop."""
         step, drawn, without = planned.number + 1, planned.drawn, planned.without_target
         for line in self.skipped(step, planned.unreadable):
             self.reporter.print(line)
@@ -54,11 +50,8 @@ class StepNotices:
             )
 
     def skipped(self, step: int, reasons: Mapping[int, str]) -> list[str]:
-        """What the log says of the samples that `step` skips, if no earlier step did.
-
-        Args:
-            reasons: by index in the batch.
-        """
+        """What the log says of the samples that `step` skips, if no earlier step did. `reasons`: by index in the
+        batch."""
         lines: list[str] = []
         for reason in reasons.values():
             if len(self._skipped) < MAX_SKIPPED_SHOWN and reason not in self._skipped:

@@ -35,11 +35,8 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class OneProcess:
-    """Modules that are ready to compute, in evaluation mode on `device`. Made by `OneProcess.load`.
-
-    Attributes:
-        resolved: the recipe with all modules on one rank.
-    """
+    """Modules that are ready to compute, in evaluation mode on `device`. Made by `OneProcess.load`. `resolved`: the
+    recipe with all modules on one rank."""
 
     resolved: ResolvedRecipe
     modules: Mapping[str, nn.Module]
@@ -141,11 +138,8 @@ class OneProcess:
 
 
 def on_one_rank(recipe: Recipe, **training: Any) -> Recipe:
-    """`recipe` with all modules on one rank, one sample per step without a length limit.
-
-    Args:
-        training: keys of `[training]` that differ from that.
-    """
+    """`recipe` with all modules on one rank, one sample per step without a length limit. `training`: keys of
+    `[training]` that differ from that."""
     tables = {name: getattr(recipe, name) for name in Recipe.model_fields}
     tables |= {"parallelism": sections.Parallelism(), "balance": sections.Balance(policy="none")}
     tables |= {"activation_checkpoint": sections.ActivationCheckpoint(), "compile": sections.Compile()}

@@ -65,8 +65,7 @@ class _OnPlainTensors(torch.optim.Optimizer):
     """A mixin whose step hands its class a plain tensor for each sharded parameter: this rank's shard, or the whole of
     it where the class does not update each element by itself.
 
-    Ranks that gather a parameter compute the same update of it, and keep their shares of that and of the state. One is
-    gathered at a time.
+    Ranks that gather a parameter compute the same update, and keep their shares of it and its state; one at a time.
     """
 
     kind: OptimizerKind

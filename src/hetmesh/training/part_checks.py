@@ -16,8 +16,7 @@ Parameters = tuple[tuple[str, str], ...]
 
 
 def described_parameters(module: nn.Module, sums: SharedSums) -> Parameters:
-    """What `check_equal_parameters` compares: names, shapes of whole parameters, dtypes, which are shared with other
-    parts, and which are trained."""
+    """What `check_equal_parameters` compares: names, whole shapes, dtypes, which are shared, and which are trained."""
     shared = {id(p) for parameters, _ in sums for p in parameters}
     return tuple(
         (
@@ -54,11 +53,8 @@ def check_own_layers(name: str, module: nn.Module) -> None:
 
 
 def checked_batch(part: str, samples: tuple[int, ...], given: Any) -> Mapping[str, Tensor]:
-    """What `load` gave for some samples.
-
-    Raises:
-        GraphError: it is no mapping, or a tensor of it has not a row per sample.
-    """
+    """What `load` gave for some samples. Raises GraphError: it is no mapping, or a tensor of it has not a row per
+    sample."""
     asked = f"load({part!r}, samples) of {len(samples)} samples"
     if not isinstance(given, Mapping):
         raise GraphError(f"{asked} must return tensors by name, {{}} for a part that reads nothing, got {given!r:.80}")

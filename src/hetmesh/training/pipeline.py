@@ -74,8 +74,7 @@ class Part:
         module: as `parallelize_module` and `fully_shard` left it; None on ranks outside its mesh.
         mesh: its ranks. Axes are named `dp_replicate`, `dp_shard` (these make lanes, which take different samples) and
             `tp`, in that order; `hetmesh.device_mesh(mesh)` is what to parallelise over.
-        output: the shape of what it returns for one sample; of the last part, which computes the loss, it may be left
-            out.
+        output: the shape of what it returns for one sample; of the last part, which computes the loss, optional.
         dtype: of what it gets from other parts, and of what it returns to them.
         trainable: whether anything in it is trained; equal on all ranks.
         call: `call(module, batch, inputs)` runs it, `batch` being what `load` gave and `inputs` what the parts before

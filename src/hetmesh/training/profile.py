@@ -81,10 +81,8 @@ def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: s
 
     A CPU is measured with one thread. Where parameters and computation differ in dtype, layers run under autocast.
 
-    In a process that has a process group already, modules are measured whole and not as tensor parallel ranks.
-
-    Raises:
-        SampleError: the first samples do not suit the modules.
+    In a process that has a process group already, modules are measured whole and not as tensor parallel ranks. Raises
+    SampleError: the first samples do not suit the modules.
     """
     choose_attention(torch.device(device))  # what is measured is what trains
     graph, loader = resolved.graph, resolved.loader()
@@ -133,11 +131,8 @@ def _calls(
     mesh: DeviceMesh | None,
     device: torch.device,
 ) -> Iterator[_Call]:
-    """What the layers of one module are called with, for each shape that gives it something to do.
-
-    Args:
-        mesh: of its tensor parallel ranks; None: the module is whole.
-    """
+    """What the layers of one module are called with, for each shape that gives it something to do. `mesh`: of its
+    tensor parallel ranks; None: the module is whole."""
     recipe, adapter, graph = resolved.recipe, resolved.adapters[name], resolved.graph
     module = loaded_module(recipe, adapter, name).requires_grad_(True).to(device)
     compute = graph[name].options.row_dtype

@@ -25,11 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class StepRecorder:
-    """Records the step that `[profiling]` names, and writes `timeline.json` on rank 0.
-
-    Raises:
-        HetmeshError: `[profiling] profile` is none.
-    """
+    """Records the step that `[profiling]` names, and writes `timeline.json` on rank 0. Raises HetmeshError:
+    `[profiling] profile` is none."""
 
     def __init__(self, job: Job, folder: Path) -> None:
         self.job, self.path, self.keys = job, folder / TIMELINE_FILE, job.recipe.profiling

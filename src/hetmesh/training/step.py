@@ -57,11 +57,8 @@ class TrainingStep:
         self.job, self.gradients = job, GlobalGradients(job.runtime, job.parameters(), job.counted)
 
     def draw(self) -> PlannedStep:
-        """The next step of the job. Collective where samples may be skipped.
-
-        Raises:
-            SampleError: a sample's metadata is malformed, or could be read on some ranks only.
-        """
+        """The next step of the job. Collective where samples may be skipped. Raises SampleError: a sample's metadata is
+        malformed, or could be read on some ranks only."""
         world, upcoming = self.job.world, self.job.upcoming
         with world.watchdog.watching(f"metadata of the samples of step {upcoming.number + 1}"):
             planned = upcoming.take()
@@ -71,8 +68,7 @@ class TrainingStep:
         return replace(planned, plan=plan, unreadable=unreadable)
 
     def run(self, planned: PlannedStep, max_norm: float, computed: Callable[[], bool] = lambda: False) -> StepResult:
-        """Leave the clipped gradient of the loss per target in `.grad` of every parameter, in place of what is there.
-        Collective over all ranks.
+        """Leave the clipped gradient per target in `.grad` of every parameter, in place of what is there. Collective.
 
         Args:
             max_norm: clips the gradient of all modules together; 0 does not.

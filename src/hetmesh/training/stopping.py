@@ -21,11 +21,8 @@ OnStep = Callable[[StepMetrics], bool | None]
 
 
 def stop_requested(on_step: OnStep | None, metrics: StepMetrics, world: World) -> bool:
-    """Call `on_step`; whether any rank's asks to end the run. Collective where there is an `on_step`.
-
-    Raises:
-        TypeError: it returns neither None nor a bool.
-    """
+    """Call `on_step`; whether any rank's asks to end the run. Collective where there is an `on_step`. Raises TypeError:
+    it returns neither None nor a bool."""
     if on_step is None:
         return False
     answer = on_step(metrics)

@@ -313,7 +313,6 @@ class Trainer:
 
     @property
     def progress(self) -> Progress:
-        """How far this run is."""
         return Progress(self.step, self.loss, self.samples_skipped)
 
     def _due(self, interval: int) -> bool:

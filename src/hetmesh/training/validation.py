@@ -2,8 +2,7 @@
 
 Free running: a model answers without seeing any part of the true answer, on the layout that trains. One token a round:
 all ranks evaluate the samples, each with its answer so far, and every rank knows the most likely next token of each. So
-any layout will do, and nothing is computed that an evaluation does not compute; the price is a forward of everything
-per token.
+any layout will do, and nothing is computed that an evaluation does not; the price is a forward per token.
 """
 
 from __future__ import annotations
@@ -106,12 +105,8 @@ _UNREADABLE = _Truth([], 0, readable=False)
 
 
 def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
-    """Those of the first samples. With `[data] on_bad_sample = "skip"`, what any rank cannot read is not `readable`.
-    Collective.
-
-    Raises:
-        SampleError: a sample cannot be read, and shall not be skipped.
-    """
+    """Of the first samples. With `on_bad_sample = "skip"`, what any rank cannot read is not `readable`. Collective.
+    Raises SampleError: a sample cannot be read, and shall not be skipped."""
     world, found = job.world, list[_Truth]()
     for index in range(count):
         with world.watchdog.watching(f"the right answer of the held-out sample {index}"):

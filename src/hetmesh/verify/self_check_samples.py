@@ -75,7 +75,6 @@ def self_check_source(
 
 
 def _special(config: Any) -> set[int]:
-    """Ids of tokens that the config names."""
     found: set[int] = set()
     for part in (config, config.get_text_config()):
         for key, value in part.to_dict().items():

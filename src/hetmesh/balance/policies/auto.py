@@ -24,15 +24,9 @@ MIN_GAIN = 0.005  # a later candidate must be faster by this; the first ones hol
 
 
 def auto(loads: BatchLoads, slots: Slots) -> Assignment:
-    """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`.
-
-    Args:
-        slots: where the number of microbatches is free, other ones are candidates too; of two that are as fast the one
-            with clearly smaller microbatches is taken.
-
-    Raises:
-        GraphError: no way was found to keep a cap in as many microbatches as asked for.
-    """
+    """The fastest of the candidates, or an earlier one that is as fast up to `MIN_GAIN`. `slots`: where the number of
+    microbatches is free, other ones are candidates too; of two that are as fast the one with clearly smaller
+    microbatches is taken. Raises GraphError: no way was found to keep a cap in as many microbatches as asked for."""
     bins = balanced(loads, replace(slots, deferral=False))
     trial = _Trial(arranged(loads, replace(slots, deferral=False), bins), pipeline_score(loads, slots))
     if slots.free:
@@ -89,8 +83,7 @@ def _in_windows(
 
 
 def _others(loads: BatchLoads, slots: Slots, bins: np.ndarray, first: Assignment) -> Iterator[Callable[[], Assignment]]:
-    """What is tried beside `first`, `two_dim`'s result with these bins. Policies that are not here were never faster by
-    1% on any law of `tools/bench.py balance`."""
+    """What is tried beside `first`, `two_dim`'s result. Others were never 1% faster (`bench.py balance`)."""
     if not slots.free:
         for *_, fewer in _in_windows(loads, slots, fewer_windows(loads, slots)):
             found = replace(fewer, microbatches=slots.microbatches)  # with empty ones at its end

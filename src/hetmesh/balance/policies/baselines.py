@@ -79,8 +79,7 @@ def buckets(loads: BatchLoads, slots: Slots) -> Assignment:
 
 
 def _runs(each: np.ndarray, most: int, blocks: int) -> list[int] | None:
-    """Where runs start of which none takes longer than `most`, its samples as long as its first; None where there are
-    more of them than blocks."""
+    """Where runs start of which none takes longer than `most`, samples as long as the first; None: too many."""
     starts: list[int] = []
     at = 0
     while at < len(each):

@@ -35,8 +35,7 @@ MEDIA = tuple(MARKS.values())
 
 class Columns:
     """What the columns of records hold: `named`, from what (a key of `USUAL`) to its column; `prompt` is what the user
-    says of the media of a caption, `values` are further columns that are kept. Raises RecipeError: it names something
-    else."""
+    says of captioned media, `values` are further columns. Raises RecipeError: it names something else."""
 
     def __init__(self, named: Mapping[str, str] | None = None, prompt: str = "", values: Collection[str] = ()) -> None:
         self.named, self.prompt, self.kept = dict(named or {}), prompt, (*BESIDE, *values)

@@ -69,7 +69,6 @@ class Tables(Store):
         return len(self._table)
 
     def record(self, index: int) -> Record:
-        """The conversation of row `index`."""
         row = self._row(self._texts, index)
         value = {key: _given(row.column(key)[0].as_py()) for key in row.column_names}
         value |= dict.fromkeys(self._media.values())
@@ -77,7 +76,6 @@ class Tables(Store):
         return self._columns.record(f"{self.files[0].name}:{index}", value, row.nbytes, inside=inside)
 
     def media_counts(self, index: int) -> Mapping[str, int]:
-        """Items in the columns of media."""
         from pyarrow import ListScalar  # of large lists and lists of fixed size too
 
         cells = {kind: self._cell(index, kind) for kind in self._media}
@@ -229,7 +227,6 @@ class JsonFile(Store):
         return self._columns.record(name, value, len(line))
 
     def media(self, index: int, kind: str, value: str | None, number: int) -> Blob:
-        """The file of that name."""
         if value is None:
             raise OSError(f"the record names no file of its {kind!r} {number}")
         return FileSpan(place_in(self.folders, value))

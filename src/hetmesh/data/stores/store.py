@@ -99,12 +99,10 @@ class FileSpan:
 
     @property
     def name(self) -> str:
-        """A member's name, or the file's."""
         return self.member or self.path.name
 
     @property
     def length(self) -> int:
-        """Its bytes."""
         if self.size is not None:
             return self.size
         try:
@@ -116,7 +114,6 @@ class FileSpan:
         return status.st_size - self.offset
 
     def read(self) -> bytes:
-        """All of it."""
         length = self.length
         with self.path.open("rb", buffering=0) as file:  # a buffer would be filled, also for a short text
             file.seek(self.offset)
@@ -165,7 +162,6 @@ class RecordBlob:
     read: Callable[[], bytes] = field(repr=False)
 
     def open(self) -> BinaryIO:
-        """A file of it."""
         return io.BytesIO(self.read())
 
 
@@ -187,17 +183,9 @@ def data_url(url: str, again: Callable[[], str]) -> RecordBlob:
     return RecordBlob(f"inline.{head['form'] or 'bin'}", length, read)
 
 
-def npy_shape(file: BinaryIO, length: int, kinds: str = "fiu") -> tuple[int, ...]:
-    """The shape of the array that `file` holds from here on, from its header, whose claims are compared with the bytes
-    that there are, before memory is taken.
-
-    Args:
-        length: bytes of the file.
-        kinds: numpy's letters of the types that it may be of.
-
-    Raises:
-        ValueError: it is no npy file, of another type, or claims more than the file holds.
-    """
+def npy_shape(file: BinaryIO, length: int) -> tuple[int, ...]:
+    """The shape of the numbers that `file` of `length` bytes holds from here on, from its header. Raises ValueError: it
+    is no npy file of numbers, or claims more than the file holds."""
     start = file.tell()
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -205,7 +193,7 @@ def npy_shape(file: BinaryIO, length: int, kinds: str = "fiu") -> tuple[int, ...
         shape, _, dtype = read(file)
     except Exception as error:  # a header is a Python literal, and whatever reading one may raise
         raise ValueError(f"its header is none: {error or type(error).__name__}") from error
-    if dtype.kind not in kinds:
+    if dtype.kind not in "fiu":
         raise ValueError(f"its values are of type {dtype}, not numbers")
     left, needed = length - (file.tell() - start), math.prod(shape) * dtype.itemsize
     if any(n < 0 for n in shape) or needed > left:

@@ -74,7 +74,6 @@ class TarShards(Store):
             yield name, FileSpan(self.files[shard], offset, size, name)
 
     def record(self, index: int) -> Record:
-        """The record of sample `index`."""
         stored = list(self._members(index))
         members = {extension(name): span for name, span in stored}
         key = stored[0][0].removesuffix("." + extension(stored[0][0]))

@@ -31,10 +31,8 @@ class CausalLMAdapter(AdapterDefaults):
     """A decoder `model` with `embed_tokens`, `layers` and `norm`, and a head `lm_head`.
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
-    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target.
-
-    Attributes:
-        sources: producer module -> the placeholder that its rows replace.
+    runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target. `sources`:
+    producer module -> the placeholder that its rows replace.
     """
 
     config: Any
@@ -55,8 +53,7 @@ class CausalLMAdapter(AdapterDefaults):
         cls, request: AdapterRequest, config_class: Any, model_class: Any, derived: Mapping[str, Any]
     ) -> CausalLMAdapter:
         """The adapter of a recipe's module. Its config table overrides the `derived` values, or those of the
-        directory's config.json with `initial_load_path`; `vocab_size` is the data source's unless given (a larger one
-        is legal)."""
+        directory's config.json with `initial_load_path`; `vocab_size` is the data source's, or a given larger one."""
         if request.consumers:
             raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         derived = {"vocab_size": request.vocab_size, **derived}
@@ -175,15 +172,12 @@ class CausalLMAdapter(AdapterDefaults):
         return self.logits(model, tokens.select(hidden, batch, "target_positions"))
 
     def decoder_of(self, model: Any) -> Any:
-        """The decoder inside `model`."""
         return model.model
 
     def head_of(self, model: Any) -> Any:
-        """The head inside `model`."""
         return model.lm_head
 
     def embed(self, model: Any, ids: Tensor) -> Tensor:
-        """The embeddings of token ids."""
         return model.model.embed_tokens(ids)
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
@@ -221,9 +215,8 @@ Cache = dict[str, Any]
 
 
 def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
-    """Whether `next_logits` can replace an LLM's forward: it is a causal decoder of transformers whose attention goes
-    through transformers' registry. `packed`: whether its attention is hetmesh's own (packing or another mask), which
-    has no cache."""
+    """Whether `next_logits` can replace an LLM's forward: it is a causal decoder with attention from transformers'
+    registry. `packed`: whether its attention is hetmesh's own (packing or another mask), which has no cache."""
     if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
         return False
     return _cache_argument(adapter.decoder_of(model)) is not None

@@ -1,5 +1,4 @@
-"""DeepStack features (arXiv:2406.04334) as arguments of transformers' decoders, which add them to image tokens after
-their first layers."""
+"""DeepStack features (arXiv:2406.04334) as arguments of decoders, whose first layers they are added after."""
 
 from __future__ import annotations
 
@@ -54,9 +53,8 @@ def deepstack_arguments(
 
 
 def _added(hidden: Tensor, mask: None, features: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Replaces the decoder's own method, whose boolean mask makes the host wait for the device to count its tokens.
-    `features`: positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other
-    stages."""
+    """Replaces the decoder's own method, whose boolean mask makes the host wait for a count of tokens. `features`:
+    positions among the flat tokens of `hidden`, and the rows to add there; empty for layers of other stages."""
     flat = hidden.flatten(0, 1)
     for positions, rows in features:
         flat = flat.index_add(0, positions, rows.to(flat.dtype))

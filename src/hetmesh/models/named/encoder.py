@@ -50,12 +50,10 @@ class EncoderAdapter(AdapterDefaults):
 
     @property
     def media_shape(self) -> tuple[int, ...]:
-        """Shape of one item."""
         raise NotImplementedError
 
     @property
     def rows_per_item(self) -> int:
-        """Rows that one item becomes."""
         raise NotImplementedError
 
     @property
@@ -80,8 +78,7 @@ class EncoderAdapter(AdapterDefaults):
     def encode(self, module: nn.Module, media: Tensor) -> Tensor:
         """Items `[n, *media_shape]`, n > 0 -> features `[n, rows_per_item, out_features]`.
 
-        In a pipeline stage the input may be what the stage before returned for the items, `[n, rows, features]`, and
-        the output what passes to the next.
+        In a pipeline stage input and output may be what passes between stages, `[n, rows, features]`.
         """
         raise NotImplementedError
 
@@ -165,8 +162,7 @@ def check_sizes(
     sizes: Sequence[str] = IMAGE_SIZES,
     divisors: Mapping[str, str] = IMAGE_DIVISORS,
 ) -> None:
-    """Raise RecipeError unless `sizes` are positive integers and each key of `divisors` is a multiple of its value; by
-    default those of an image tower."""
+    """Raise RecipeError unless `sizes` are positive integers and each key of `divisors` is a multiple of its value."""
     for key in sizes:
         positive_int(request, key, getattr(config, key))
     for key, divisor in divisors.items():

@@ -27,8 +27,7 @@ HALVES: Mapping[str, tuple[int, int]] = MappingProxyType({"experts.gate_up_proj"
 
 
 def two_halves(module: nn.Module) -> nn.Module:
-    """Hold the fused experts inside `module` as `[experts, 2, inner, features]`, in place. Its forward still computes
-    what transformers' code computes."""
+    """Hold the fused experts inside `module` as `[experts, 2, inner, features]`, in place. It computes the same."""
     for part in list(module.modules()):
         weight = part._parameters.get("gate_up_proj")
         if weight is not None and weight.dim() == 3 and not getattr(part, "is_transposed", False):
@@ -41,8 +40,7 @@ def two_halves(module: nn.Module) -> nn.Module:
 
 
 def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> ExpertLayers | None:
-    """The mixture-of-experts blocks of a model with a config like Qwen3-MoE's; None where it has none. `prefix`: FQN of
-    the decoder's layers."""
+    """The experts' blocks of a model with a config like Qwen3-MoE's; None: none. `prefix`: of the decoder's layers."""
     sparse = [
         i
         for i in range(config.num_hidden_layers)

@@ -1,5 +1,4 @@
-"""Qwen3-VL's LLMs (transformers' Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes,
-DeepStack features."""
+"""Qwen3-VL's LLMs (Qwen3VLTextModel and Qwen3VLMoeTextModel with a head): positions of three axes, DeepStack."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ TIED = "tie_word_embeddings"
 
 
 class Qwen3VLTextAdapter(CausalLMAdapter):
-    """Qwen3 whose rotary positions have three axes (time, height, width), and which adds DeepStack features to the
-    image tokens after its first layers."""
+    """Qwen3 with rotary positions of three axes (time, height, width), and DeepStack features added to image tokens."""
 
     @classmethod
     def make(cls, request: AdapterRequest) -> CausalLMAdapter:
@@ -150,8 +148,7 @@ class Qwen3VLMoeTextAdapter(Qwen3MoeAdapter, Qwen3VLTextAdapter):
         return cls.with_experts(request, adapter)
 
     def read_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
-        """Experts' matrices are transposed in the released checkpoints, but not in those that `save_pretrained` wrote;
-        they are told apart by their shapes."""
+        """Experts' matrices are transposed in released checkpoints, not by `save_pretrained`: their shapes tell."""
         count, inner, features = self.config.num_experts, self.config.moe_intermediate_size, self.config.hidden_size
         shapes = {
             "mlp.experts.gate_up_proj": (count, 2 * inner, features),

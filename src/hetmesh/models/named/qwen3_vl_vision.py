@@ -41,8 +41,7 @@ TENSOR_PARALLEL_PLAN: Mapping[str, str] = MappingProxyType(
         for fc, style in (("linear_fc1", "colwise"), ("linear_fc2", "rowwise"))
     }
 )
-"""Attention is not split: queries, keys and values are one linear layer, whose output cannot be split evenly by
-head."""
+"""Attention is not split: queries, keys and values are one linear layer, whose output cannot be split by head."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,8 @@ class Qwen3VLVisionAdapter(AdapterDefaults):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> Qwen3VLVisionAdapter | None:
-        """The adapter of a recipe's module. Keys not given follow the others: `in_channels` is that of the data
-        source's images, `out_hidden_size` the width that the LLM wants, `intermediate_size` 4 x `hidden_size`; the rest
-        are transformers' defaults."""
+        """The adapter of a recipe's module. Keys not given follow the others: `in_channels` is the data source's,
+        `out_hidden_size` the LLM's width, `intermediate_size` 4 x `hidden_size`; others are transformers'."""
         media = check_encoder(request, "qwen3_vl_vision")
         derived: dict[str, Any] = {}
         if request.media_shape is not None and len(request.media_shape) == 3:

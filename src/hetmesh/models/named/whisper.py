@@ -38,8 +38,7 @@ SIZES = ("d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_di
 
 class WhisperAdapter(EncoderAdapter):
     """Whisper's encoder over log-mel features `[num_mel_bins, frames]`, `frames = 2 * max_source_positions`. As in
-    transformers every item has that many (30 s padded, in the released models); its sinusoidal positions are not
-    trained."""
+    transformers every item has that many (30 s in released models); its sinusoidal positions are not trained."""
 
     checkpoint_names: ClassVar = prefixes("", "encoder.", "model.encoder.")
     token_sharded: ClassVar = ("layers", "layer_norm")

@@ -57,8 +57,7 @@ class Pad(BatchRule):
 
 @dataclass(frozen=True)
 class Offset(BatchRule):
-    """Joined along the first dim; values that are not negative are indices into the rows of `of`, of which each sample
-    has as many as its first `dims` dims say."""
+    """Joined along the first dim; values from 0 on index rows of `of`, as many as its first `dims` dims say."""
 
     of: str
     dims: int

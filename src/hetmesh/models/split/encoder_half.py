@@ -39,8 +39,7 @@ class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
-        call: how items that a source hands over as tensors are given to it; None: only units of the directory's
-            processor are.
+        call: how items that are tensors are given to it; None: only units of the directory's processor are.
         units: how those that the directory's processor makes are; None: it has none.
         projects: its rows are those for the LLM; else what the projector takes, which is a separate module.
     """
@@ -55,8 +54,7 @@ class HfEncoderAdapter(PartAdapter):
 
     @classmethod
     def make(cls, request: AdapterRequest) -> HfEncoderAdapter:
-        """The adapter of a recipe's module. Everything is in its directory but one config key, `projector` (true):
-        whether the projector is part of it."""
+        """The adapter of a recipe's module. Its one config key is `projector` (true): whether that is part of it."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
         check_keys(request, ("projector",))
@@ -247,8 +245,7 @@ class HfEncoderAdapter(PartAdapter):
 
     @property
     def _blank(self) -> dict[str, Any]:
-        """The smallest item, which a batch without items computes and drops: every parameter takes part in every
-        microbatch."""
+        """The smallest item, which a batch without items computes and drops: all parameters take part in every one."""
         if self.units is not None:
             return self.units.blank()
         assert self.call is not None

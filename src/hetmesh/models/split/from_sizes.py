@@ -68,8 +68,7 @@ class FromSizes:
         return self.processor(text, {}, answer, sizes)
 
     def way(self, kind: str) -> Way | None:
-        """The first in which the same comes out, for a few sizes, as when the processor is called with zeros; None:
-        there is none."""
+        """The first in which the same comes out, for a few sizes, as when the processor gets zeros; None: none."""
         if kind not in self._ways:
             self._ways[kind], token = None, self.processor.written(kind)
             tried = []
@@ -115,8 +114,7 @@ class FromSizes:
         return tuple(texts), unit
 
     def _tokenized(self, text: str, arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
-        """Ids of a text, and where each starts and stops. Of a run of row tokens, which stand for themselves, one is
-        tokenised."""
+        """Ids of a text, and where each starts and stops. Of a run of row tokens one is tokenised."""
         times = list[int]()
 
         def one(run: re.Match[str]) -> str:

@@ -6,7 +6,6 @@ All items of a lane and microbatch go in one call, so that ranks which shard a t
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from hetmesh.errors import SampleError
 from hetmesh.models.collate import stacked
-from hetmesh.models.config_keys import hf
 from hetmesh.models.split.patch_order import QWEN2_VL, PatchOrder, processor_order
 from hetmesh.models.split.whole_model import features_of
 
@@ -163,90 +161,26 @@ class Patches(ItemCall):
 
 
 @dataclass(frozen=True)
-class AnyResolutionTiles(ItemCall):
-    """Images of one tile, `[channels, side, side]`, or cut into tiles, `[tiles, channels, side, side]`, whose size is
-    that of the image in pixels: the whole one, then those of the best of some resolutions (LLaVA-OneVision). The model
-    unpads the rows of the latter, and puts one row after each line of them.
-
-    Attributes:
-        size: of a tile.
-        cells: rows of a tile along each side.
-        resolutions: `(height, width)` each.
-        most: tiles whose rows are kept; those of more are interpolated.
-    """
-
-    size: tuple[int, int, int]
-    cells: int
-    resolutions: tuple[tuple[int, int], ...]
-    most: int
+class SingleTiles(Pixels):
+    """Images of one tile each, two at least, since LLaVA-OneVision takes a single one for one that was cut into tiles.
+    (What is cut comes from its processor.)"""
 
     def examples(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        height, width = min((size for size in self.resolutions if self._tiles(*size) > 1), default=self.size[1:])
-        return self.size, self.extent(height, max(1, 2 * width // 3))
-
-    def size_dims(self, shape: tuple[int, ...]) -> int:
-        return 2 if len(shape) == 6 else 0
-
-    def extent(self, height: int, width: int) -> tuple[int, ...]:
-        """Of an image of that size in pixels."""
-        return (1 + self._tiles(*self._best(height, width)), *self.size, height, width)
-
-    def _best(self, height: int, width: int) -> tuple[int, int]:
-        return hf("image_processing_utils.select_best_resolution")((height, width), list(self.resolutions))
-
-    def _tiles(self, height: int, width: int) -> int:
-        return (height // self.size[1]) * (width // self.size[2])
+        return self.size, self.size
 
     def check(self, shape: tuple[int, ...]) -> None:
-        if shape in (self.size, (1, *self.size)):
-            return
-        if len(shape) != 6 or shape[1:4] != self.size or min(shape[4:]) < 1:
+        if shape != self.size:
             raise SampleError(
-                f"images must be of shape {self.size}, or tiles of that shape with the height and width of the image "
-                f"before it was cut as their size (MediaItem.size), got {shape}"
+                f"images must be of shape {self.size}, got {shape}; tiles are what the directory's own processor makes"
             )
-        if shape != (expected := self.extent(*shape[4:])):
-            raise SampleError(
-                f"an image of {shape[4]} x {shape[5]} pixels must be cut into {expected[0]} tiles "
-                f"(image_grid_pinpoints in config.json), got {shape[0]}"
-            )
-
-    def units(self, shape: tuple[int, ...]) -> int:
-        """Rows, by the arithmetic of transformers' `unpad_image` and `pack_image_features`."""
-        if len(shape) != 6:
-            return self.cells**2 + 1
-        height, width = shape[4:]
-        best = self._best(height, width)
-        rows, columns = (self.cells * (n // side) for n, side in zip(best, self.size[1:], strict=True))
-        if width / height > columns / rows:
-            rows -= 2 * ((rows - int(round(height * (columns / width), 7))) // 2)
-        else:
-            columns -= 2 * ((columns - int(round(width * (rows / height), 7))) // 2)
-        if (ratio := math.sqrt(rows * columns / (self.most * self.cells**2))) > 1.1:
-            rows, columns = int(rows // ratio), int(columns // ratio)
-        return self.cells**2 + rows * (columns + 1)
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
-        """Images of one tile first, two at least: a single one would be taken for one that was cut."""
-        sizes = sizes or [()] * len(items)
-        single = [i for i, size in enumerate(sizes) if not size]
-        cut = [i for i, size in enumerate(sizes) if size]
-        if len(single) == 1:
-            single *= 2
-        called = single + cut
-        return {
-            "media": torch.cat([items[i].reshape(-1, *self.size) for i in called]),
-            "sizes": torch.tensor([sizes[i] or self.size[1:] for i in called]),
-            "together": torch.tensor([len(single)] * bool(single) + [1] * len(cut)),
-            "kept": torch.tensor([called.index(i) for i in range(len(items))]),
-        }
+        images = stacked(items) if len(items) > 1 else torch.stack([*items, *items])
+        return {"media": images, "kept": torch.arange(len(items))}
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        return {
-            "pixel_values": batch["media"],
-            "image_sizes": batch["sizes"],
-            "batch_num_images": batch["together"].tolist(),
-        }
+        sizes = torch.tensor([self.size[1:]] * len(batch["media"]))
+        return {"pixel_values": batch["media"], "image_sizes": sizes, "batch_num_images": [len(sizes)]}
 
 
 def _check_cells(shape: tuple[int, ...], channels: int, step: int) -> None:
@@ -263,8 +197,7 @@ def apart(call: ItemCall, extent: tuple[int, ...]) -> tuple[tuple[int, ...], tup
 
 
 def image_call(name: str | None, model: Any, config: Any) -> ItemCall:
-    """How images are handed to `model`: as the entry `name` of `CALLS`, or by the signature of its
-    `get_image_features`."""
+    """How images are handed to `model`: as the entry `name` of `CALLS`, or by its `get_image_features`."""
     vision = getattr(config, "vision_config", config)
     if name is not None:
         return CALLS[name](config, vision)
@@ -324,14 +257,7 @@ def _patches(config: Any, vision: Any) -> Patches:
     return Patches(_channels(vision), vision.patch_size, _merge(config, vision), vision.temporal_patch_size)
 
 
-def _any_resolution(config: Any, vision: Any) -> AnyResolutionTiles:
-    size = _size(config, vision)
-    resolutions = tuple((height, width) for height, width in config.image_grid_pinpoints)
-    most = int(config.vision_aspect_ratio.removeprefix("anyres_max_"))
-    return AnyResolutionTiles(size, size[1] // _pair(vision.patch_size)[0], resolutions, most)
-
-
 CALLS: Mapping[str, Callable[[Any, Any], ItemCall]] = MappingProxyType(
-    {"any_resolution": _any_resolution, "patches": _patches}
+    {"single_tiles": lambda config, vision: SingleTiles(_size(config, vision)), "patches": _patches}
 )
 """Ways for images by name, made from the whole model's config and that of its tower."""

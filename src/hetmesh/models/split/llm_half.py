@@ -305,8 +305,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
 
 
 def use_loop_in_fp64(module: nn.Module) -> None:
-    """Let the experts of a model of transformers in fp64 compute one after the other: torch's product of groups of rows
-    has no fp64."""
+    """Let the experts of a model of transformers in fp64 compute one by one: torch's grouped product has no fp64."""
     if next(module.parameters()).dtype is not torch.float64:
         return
     for part in module.modules():

@@ -1,7 +1,6 @@
 """In which order a model's image processor cuts an image into patches: measured on the processor itself.
 
-A tower takes patches in the order of its processor, and nothing in the model says which one that is: a wrong order
-would train silently.
+A tower takes patches in the order of its processor, which the model does not say: a wrong one would train silently.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
 def _key_heads(
     plan: Mapping[str, str], module: nn.Module, attention: Collection[str], sizes: Mapping[str, int]
 ) -> dict[str, KeyHeads]:
-    """The style of the attentions, by pattern, if each projects and repeats keys and values as `KeyHeads` expects it;
-    else nothing."""
+    """The style of the attentions, by pattern, if each makes keys and values as `KeyHeads` expects; else nothing."""
     found: dict[str, KeyHeads] = {}
     for name in sorted(attention):
         holder, part = layer_pattern(name), module.get_submodule(name)

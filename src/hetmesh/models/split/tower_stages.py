@@ -4,8 +4,7 @@ A stage runs that method up to its own last layer. Layers of earlier stages are 
 take beside the hidden states (positions, masks, windows): it follows from the shapes of the items. The last of them
 gives what the stage before returned. Their blocks hand on what they get; the rest (the embedding of patches) is small.
 
-Where a tower can be cut is tried: with layers that do something simple with all that they are given, it must make in
-stages what it makes in one.
+Where a tower can be cut is tried: with simple layers, it must make in stages what it makes in one.
 """
 
 from __future__ import annotations

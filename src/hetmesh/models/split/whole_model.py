@@ -37,8 +37,7 @@ TOWERS: Mapping[str, str] = {media: part for part, media in MEDIA.items()}
 
 @dataclass(frozen=True, eq=False)
 class WholeModel:
-    """A `...ForConditionalGeneration` of transformers as its directory describes it, or a tower or an LLM alone. Made
-    by `whole_model`.
+    """A `...ForConditionalGeneration` as its directory describes it, or a tower or an LLM alone. Made by `whole_model`.
 
     Attributes:
         config: its config, with attention as hetmesh needs it.
@@ -87,26 +86,21 @@ class WholeModel:
 
     @property
     def text_config(self) -> Any:
-        """The config of the LLM."""
         return self.model.get_decoder().config
 
     def fqn(self, module: nn.Module) -> str:
-        """The FQN of a submodule of `model`."""
         return next(name for name, part in self.model.named_modules() if part is module)
 
     @cached_property
     def decoder(self) -> str:
-        """FQN of the decoder."""
         return self.fqn(self.model.get_decoder())
 
     @cached_property
     def head(self) -> str:
-        """FQN of the head."""
         return self.fqn(self.model.get_output_embeddings())
 
     @cached_property
     def embedding(self) -> str:
-        """FQN of the token embedding."""
         return self.fqn(self.model.get_input_embeddings())
 
     @cached_property
@@ -123,7 +117,6 @@ class WholeModel:
         return found
 
     def config_of(self, part: str) -> Any:
-        """The config of the tower of `part`."""
         return getattr(self.config, f"{part}_config", self.config)
 
     @cached_property
@@ -171,8 +164,7 @@ class WholeModel:
 
     @cached_property
     def projector(self) -> str:
-        """FQN of the one module between tower and LLM. Raises RecipeError if there are several parts between them, or
-        several towers."""
+        """FQN of the one module between tower and LLM. Raises RecipeError if there are several parts, or towers."""
         (tower, *others) = self.towers.items()
         between = [name for name, part in self.owners.items() if part == tower[0] and not within(name, tower[1])]
         parent = tower[1].rpartition(".")[0]
@@ -191,8 +183,7 @@ class WholeModel:
         return {name: PROJECTOR if within(name, self.projector) else part for name, part in self.owners.items()}
 
     def keep_part(self, model: Any, part: str, owners: Mapping[str, str], prefix: str = "") -> Any:
-        """`model`, as `build` makes it, without what other parts own; in place. `prefix`: of the names of a
-        submodule."""
+        """`model`, as `build` makes it, without what other parts own; in place. `prefix`: of a submodule's names."""
         names = [name for name in owners if name.startswith(prefix)]
         for name, child in list(model.named_children()):
             inside = {owners[fqn] for fqn in names if fqn.startswith(f"{prefix}{name}.")}
@@ -239,11 +230,8 @@ class WholeModel:
 
 
 class PartAdapter(AdapterDefaults):
-    """What the adapters of the parts of a whole model share: which weights `part` owns.
-
-    Attributes:
-        owners: of the parameters, by name; `WholeModel.owners`, or `owners_apart`.
-    """
+    """What the adapters of the parts of a whole model share: which weights `part` owns. `owners`: of the parameters, by
+    name; `WholeModel.owners`, or `owners_apart`."""
 
     whole: WholeModel
     part: str
@@ -283,8 +271,7 @@ def features_of(model: Any, media: str) -> Any:
 
 
 def whole_model(pretrained: Pretrained) -> WholeModel:
-    """The model that a directory describes; made once per directory. Raises RecipeError if it is no multimodal model of
-    transformers that can be split."""
+    """The model that a directory describes; made once per directory. Raises RecipeError: it cannot be split."""
     _ = pretrained.config
     stamp = (pretrained.path / "config.json").stat().st_mtime_ns
     return _whole_model(pretrained.path.resolve(), stamp, pretrained.key)

@@ -83,8 +83,7 @@ class UserAdapter(AdapterDefaults):
         return 1 if self.is_last(module) or self.abilities.activation is None else self.abilities.activation.per_row
 
     def checked(self, module: nn.Module, output: Any, rows: int, items: int) -> Tensor:
-        """`output` as `[rows, features]`. Raises BoundaryError if it is not of that shape, or, between two stages, not
-        of the declared one."""
+        """`output` as `[rows, features]`. Raises BoundaryError: it is not, or, between two stages, not as declared."""
         width, between = self.out_features, self.abilities.activation
         if not self.is_last(module) and between is not None:
             rows, width = rows * between.per_row + items * between.per_item, between.features
@@ -155,8 +154,7 @@ class UserItemsEncoder(UserAdapter):
         return self.checked(module, module(items), sum(self.item_rows(tuple(i.shape)) for i in items), len(items))
 
     def _rows_of_blank(self, module: nn.Module) -> Tensor:
-        """No rows, computed of a blank item. Parameters get no gradient from it, as a blank may enter other layers than
-        items do."""
+        """No rows, of a blank item. Parameters get no gradient from it: it may enter other layers than items do."""
         device = next((p.device for p in module.parameters()), None)
         item = as_parameters(module, torch.zeros(self.blank, device=device))
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):

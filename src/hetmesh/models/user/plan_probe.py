@@ -43,14 +43,8 @@ _TOLERANCE = 1e-6  # users' norms often compute in fp32
 def reason_not_compared(
     adapter: Adapter, plan: Mapping[str, Any], degree: int, vocab_size: int, where: str
 ) -> str | None:
-    """Compare the module whole with itself on `degree` ranks, in float64, on several samples, without dropout.
-
-    Args:
-        where: the key of the plan, for errors.
-
-    Returns:
-        Why it could not be compared; None if it was.
-    """
+    """Compare the module whole with itself on `degree` ranks, in float64, on several samples, without dropout. `where`:
+    the key of the plan, for errors. Returns why it could not be compared; None if it was."""
     if not isinstance(adapter, UserAdapter) or (isinstance(adapter, UserSink) and vocab_size < 2):
         return "no input for it is known"
     call, _ = sample_calls(adapter, vocab_size)

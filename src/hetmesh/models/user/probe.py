@@ -78,8 +78,7 @@ class ProbeRun:
 
 
 def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None = None) -> ProbeRun:
-    """`forward` of one call. `weights`: of the outputs in the sum, of which the first `len(output)` are used; by
-    default those of `_weights`."""
+    """`forward` of one call. `weights`: of the first `len(output)` outputs in the sum; by default `_weights`."""
     batch, rows = call
     leaves = {source: given.detach().requires_grad_() for source, given in rows.items()}
     copies = {source: leaf.clone() for source, leaf in leaves.items()}
@@ -118,8 +117,7 @@ def _weights(output: Tensor) -> Tensor:
 
 
 def distance(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference relative to that of `expected`, or to `floor` if that is larger; 0 where both are 0,
-    infinite where shapes differ."""
+    """The norm of the difference relative to `expected`'s, at least `floor`; 0 of zeros, infinite of other shapes."""
     if found.shape != expected.shape:
         return float("inf")
     size, off = max(float(expected.norm()), floor), float((found - expected).norm())
@@ -220,11 +218,8 @@ def _language_calls(adapter: UserSink, vocab_size: int, generator: torch.Generat
 
 def check_samples(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> str | None:
     """Whether what the module makes of a sample, or its gradients, depend on the samples beside it: in float64, with
-    random weights, in training and in evaluation. What it draws is the same for every sample.
-
-    Returns:
-        Why it could not be tried, in training or in evaluation; None if it was.
-    """
+    random weights, in training and in evaluation. What it draws is the same for every sample. Returns why it could not
+    be tried, in training or in evaluation; None if it was."""
     if n_parameters(example) > MAX_PARAMETERS:
         return f"it has more than {MAX_PARAMETERS:,} parameters; try a small one of the class"
     if isinstance(adapter, UserSink) and request.vocab_size < 2:
@@ -334,8 +329,7 @@ class _Nothing(nn.Module):
 def check_token_shares(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> None:
     """Compare the layers of `token_sharded` on all tokens with the same on shares of them, with random weights.
 
-    With sequence parallelism the parts of a layer that have rowwise linears get all tokens, everything else a share; so
-    these parts are left out.
+    With sequence parallelism parts of a layer with rowwise linears get all tokens, all else a share: they are left out.
     """
     where = f"{request.key}: {type(example).__name__} declares `token_sharded`"
     styles = {name: style for pattern, style in adapter.plan.items() for name in matching(example, pattern)}

@@ -38,8 +38,7 @@ def build_module(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = to
 def build_deferred(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = torch.float32) -> DeferredModule:
     """What `build_module` makes, before its parameters have memory: each rank fills in what it keeps.
 
-    A module whose constructor computes with its weights is built eagerly, and they are held in full until they are
-    sharded.
+    A module whose constructor computes with its weights is built eagerly, and held in full until it is sharded.
     """
 
     def build() -> nn.Module:
@@ -145,8 +144,7 @@ class DeferredModule:
 
 
 def recorded(build: Callable[[], nn.Module], name: str, seed: int) -> DeferredModule | str:
-    """The module that `build` makes, with the recorded operations that initialise its parameters; or the reason why
-    these cannot be replayed."""
+    """The module that `build` makes, with the recorded operations that initialise it; or why there are none."""
     recorder = Recorder(f"{seed}:{name}")
     try:
         with random_state(name, seed), _nan_in_new_memory(), recorder:

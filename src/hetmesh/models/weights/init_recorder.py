@@ -104,8 +104,7 @@ class Recorder(TorchDispatchMode):
         return self._memory.get(id(tensor.untyped_storage()))
 
     def initial(self, where: str, tensor: Tensor) -> Initial:
-        """The initial values of `tensor`, which is ordinary or spans recorded memory. Raises NotRepeatable if they
-        cannot be drawn row by row."""
+        """The initial values of `tensor`, recorded or not. Raises NotRepeatable: they cannot be drawn by rows."""
         memory = self.memory(tensor)
         if memory is None:
             if tensor.is_meta:

@@ -154,12 +154,8 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Initial:
-    """The initial values of a parameter. Indexing with slices (without steps) draws the blocks needed and gives the
-    elements.
-
-    Attributes:
-        shape, dtype: of the drawn values; the parameter may have another dtype.
-    """
+    """The initial values of a parameter. Indexing with slices (without steps) draws the blocks needed. `shape`,
+    `dtype`: of the drawn values; the parameter may have another dtype."""
 
     where: str
     shape: tuple[int, ...]

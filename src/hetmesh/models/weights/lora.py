@@ -91,8 +91,7 @@ def base_name(parameter: str) -> str:
 def lora_plan(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """A tensor parallel plan for `module` with adapters, from the plan for the module without.
 
-    A `colwise` layer has a colwise B, a `rowwise` layer a rowwise A. The other half is small and stays replicated, with
-    a complete gradient.
+    A `colwise` layer has a colwise B, a `rowwise` layer a rowwise A. The other half is small and stays replicated.
     """
     wrapped = {n for n, m in module.named_modules() if hasattr(m, "base_layer")}
     if not wrapped:

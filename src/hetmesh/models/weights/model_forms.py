@@ -2,8 +2,7 @@
 
 transformers 5 says what it makes of a checkpoint's tensors by a `WeightConverter`: name patterns, and operations on the
 tensors that match them (`transformers.core_model_loading`). Operations that only join tensors, split them or exchange
-dims are supported: they move elements without changing them, so that shares can be read, and written back. All others
-are refused.
+dims are supported: they change no element, so that shares can be read, and written back. All others are refused.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def model_forms(
     where: object,
     ignored: Callable[[str], bool] = lambda _: False,
 ) -> ModelForms:
-    """What the transformers model `model` (on any device) reads of stored tensors, by transformers' own renamings and
-    conversions.
+    """What a model (on any device) reads of stored tensors, by transformers' own renamings and conversions.
 
     Args:
         expected: shapes of the model's parameters and persistent buffers, by name.
@@ -124,8 +122,7 @@ def converters_of(model_class: Any, config: Any) -> list[Any]:
 
 
 def saved_forms(model: Any, shapes: Mapping[str, Shape]) -> dict[str, StoredForm] | None:
-    """How transformers' `save_pretrained` stores a model that it did not load: forms by name in the model; None if it
-    converts nothing.
+    """How `save_pretrained` stores a model that it did not load: forms by name; None if it converts nothing.
 
     Args:
         model: on any device; its tensors are not read.
@@ -275,8 +272,7 @@ def _check_understood(target: _Target, name: str) -> None:
 def _check_lists(
     targets: Mapping[str, _Target], made_of: Mapping[str, Mapping[str, Mapping[int, str]]], shapes: Mapping[str, Shape]
 ) -> None:
-    """Raise RecipeError unless the lists of each target have the same items, numbered from 0, and each list one
-    shape."""
+    """Raise RecipeError unless the lists of each target have equal items, numbered from 0, and each list one shape."""
     missing: list[str] = []
     misshaped: list[str] = []
     for ours, target in targets.items():

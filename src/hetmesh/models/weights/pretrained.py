@@ -37,11 +37,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A directory with `config.json` and one safetensors file, or several with their index.
-
-    Attributes:
-        key: the recipe key that names it; errors begin with it.
-    """
+    """A directory with `config.json` and one safetensors file, or several with their index. `key`: the recipe key that
+    names it; errors begin with it."""
 
     path: Path
     key: str
@@ -94,8 +91,7 @@ class Pretrained:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The safetensors files. Raises RecipeError if there are none, or only pickles, or one that the index names is
-        missing."""
+        """The safetensors files. Raises RecipeError: there are none, or only pickles, or one is missing."""
         indices = sorted(self.path.glob("*.safetensors.index.json"))
         if indices:
             stored = json_object(indices[0], self).get("weight_map")

@@ -32,7 +32,6 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -53,13 +52,8 @@ def write_tensors(
     name: str = NAME,
 ) -> Written:
     """Write `tensors` into `folder`: one file, or several with their index. Each is read back and compared bit by bit.
-
-    Args:
-        read: returns the values of tensors by name; called for the tensors of one file at a time.
-
-    Raises:
-        OutputError: a file cannot be written, or differs from what was written.
-    """
+    `read`: returns the values of tensors by name; called for the tensors of one file at a time. Raises OutputError: a
+    file cannot be written, or differs from what was written."""
     from safetensors.torch import save_file
 
     groups = _groups(tensors, largest)

@@ -38,7 +38,6 @@ class StoredBlock:
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
         return math.prod(stop - start for start, stop in self.place)
 
     def slices(self, place: Sequence[Interval]) -> tuple[slice, ...]:
@@ -59,8 +58,7 @@ class StoredBlock:
         return value
 
     def to_file(self, value: Tensor) -> Tensor:
-        """A part of the module's tensor inside the block, with the dims of the stored one: the inverse of
-        `to_module`."""
+        """A part of the module's tensor inside the block, with the stored one's dims: the inverse of `to_module`."""
         present = [i for i, dim in enumerate(self.dims) if dim is not None]
         value = value.squeeze([i for i, dim in enumerate(self.dims) if dim is None])
         order = sorted(range(len(present)), key=lambda k: self.dims[present[k]] or 0)

@@ -89,8 +89,7 @@ class ExpertBlock(nn.Module):
         places: the place of each expert, int64 `[experts]`; None where each is at its own number.
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
         balances: whether this rank adds the load-balancing loss's gradient.
-        enter, leave: of tensor parallelism: what is done to rows on their way into the experts, and to each rank's
-            summand of the output.
+        enter, leave: what tensor parallelism does to rows that enter, and to a rank's summand of the output.
     """
 
     gate: nn.Module
@@ -193,8 +192,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One node of the graph for all experts, so that what is computed again by activation checkpointing keeps the same
-    tensors however the tokens are routed."""
+    """One node of the graph for all experts, so that activation checkpointing keeps the same tensors however routed."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:

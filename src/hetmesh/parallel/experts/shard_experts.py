@@ -46,8 +46,7 @@ def apply_expert_parallel(module: nn.Module, layers: ExpertLayers, device_mesh: 
 def apply_expert_sharding(root: nn.Module, device_mesh: DeviceMesh, arguments: dict[str, Any]) -> None:
     """Let FSDP shard the experts inside `root` over what `ep` leaves of `dp_shard`: ranks along `ep` hold different
     ones. Before everything around them is sharded over both. Along dim 0 where each rank gets an expert, else within
-    each expert. Nothing without an `ep` axis: experts are then sharded with their block. `arguments`: of `fully_shard`,
-    but for the mesh."""
+    each. Without an `ep` axis they are sharded with their block. `arguments`: of `fully_shard`, but for the mesh."""
     spec = MeshSpec.of(device_mesh)
     if spec.axis_size("ep") == 1:
         return

@@ -84,8 +84,7 @@ def start_counts(peers: ExpertRanks, counts: Tensor, shape: torch.Size, microbat
     """Begin to tell the other ranks what they get; what this returns waits, and reads.
 
     Args:
-        counts: of `count_choices`. A device that computes nothing (a dry run's) does not have them: there routing is
-            taken to be even.
+        counts: of `count_choices`. A dry run's device does not have them: there routing is taken to be even.
         shape: of the choices, `(tokens, chosen)`.
     """
     label, one_each = Label(f"{peers.name} sizes", microbatch), (1,) * peers.ranks

@@ -19,8 +19,7 @@ class TokenRoute:
 
     Attributes:
         source: int64 `[copies]`: the row of each copy.
-        places: int64 `[rows, most]`: the copies of each row, in the order in which they are summed; a number of at
-            least `copies` stands for none.
+        places: int64 `[rows, most]`: the copies of each row, in the order of their sum; from `copies` on none.
         full: whether every row has `most` copies.
     """
 
@@ -49,8 +48,7 @@ def route_to_experts(experts: Tensor, pairs: int) -> tuple[TokenRoute, Tensor]:
     a row's own choice: the sum of a token must not depend on how experts are numbered or placed.
 
     Args:
-        experts: int64 `[rows, chosen]`: numbers among the experts held here, after the last one where the choice is
-            held elsewhere.
+        experts: int64 `[rows, chosen]`: numbers among the experts held here, past the last for those elsewhere.
         pairs: choices held here: known beforehand, or the host would wait for the device.
 
     Returns:
