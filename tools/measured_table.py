@@ -93,6 +93,7 @@ ADVANTAGE = tuple(
             "then dealt out",
         ),
         ("d", "chart lengths, data parallel 2: no balancing, then the default"),
+        ("e", "clips of 4 to 512 frames, half of them below 7, data parallel 2: no balancing, then the default"),
     )
 )
 
