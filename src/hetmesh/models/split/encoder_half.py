@@ -283,7 +283,8 @@ class HfEncoderAdapter(PartAdapter):
         if method is None:
             return {"": features_of_padded(module, **arguments)}
         out = method(**arguments, return_dict=True)
-        return _by_name(out, out.pooler_output if "kept" not in batch else kept_rows(out.pooler_output, batch["kept"]))
+        kept = None if "kept" not in batch else len(batch["kept"])
+        return _by_name(out, out.pooler_output[:kept])
 
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
         assert self.call is not None
@@ -363,11 +364,6 @@ def _call(whole: WholeModel, media: str) -> ItemCall:
         return (audio_call if media == "audio" else image_call)(name, whole.model, whole.config)
     except (AttributeError, TypeError) as error:
         raise LookupError(f"the config of its tower does not say what its items are like: {error}") from error
-
-
-def kept_rows(rows: Sequence[Tensor], kept: Tensor) -> list[Tensor]:
-    """The rows of items in their order, of those of all items that a model was called with."""
-    return [rows[i] for i in kept.tolist()]
 
 
 def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:

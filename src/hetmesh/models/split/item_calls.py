@@ -40,8 +40,8 @@ class ItemCall(Protocol):
         """Raise SampleError for an item that it cannot hand over."""
 
     def collate(self, items: Sequence[Tensor], sizes: Sequence[tuple[int, ...]] = ()) -> dict[str, Tensor]:
-        """At least one item, and their sizes if they have some -> tensors. `"kept"`, if it is there: for each item
-        which of those that the model is called with it is."""
+        """At least one item, and their sizes if they have some -> tensors. `"kept"`, if it is there, is as long as the
+        items, where the model is called with more."""
 
     def arguments(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
         """What `collate` made -> keyword arguments of the model's method, and of its forward."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
-from hetmesh.models.split.encoder_half import HfEncoderAdapter, kept_rows
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import media_tokens
 from hetmesh.models.split.whole_model import WholeModel, features_of
@@ -47,9 +47,9 @@ def whole_logits(
         sizes = [item.size for item in meta.media if item.name == kind]
         batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
         given = encoder.call.arguments(batch)
-        if "kept" in batch:  # called with items in another order, or one more
+        if "kept" in batch:  # called with more than these
             out = features_of(model, kind)(**given, return_dict=True)
-            out.pooler_output = kept_rows(out.pooler_output, batch["kept"])
+            out.pooler_output = out.pooler_output[: len(batch["kept"])]
             given = {"mm_encoder_outputs": {kind: out}}
         arguments |= given
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
