@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hetmesh.data import Expander, Expansion, Sample, check_meta, check_sample, expand_tokens
 from hetmesh.data.metadata_index import build_index, load_index
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph import MediaItem, MetaArrays, SampleMeta
+from hetmesh.graph import Activation, MediaItem, MetaArrays, ModuleSpec, SampleMeta
+from hetmesh.layout import MeshSpec
 
 PLACEHOLDERS = {"image": 1, "audio": 2}
 ITEM_ROWS = {"image": lambda shape: shape[-1] * shape[-2] // 4, "audio": lambda shape: shape[0]}
@@ -194,6 +195,20 @@ def test_module_rows_are_those_of_the_sample_after_the_cut():
     module_rows = {"vision": ("image", ITEM_ROWS["image"]), "ears": ("audio", ITEM_ROWS["audio"])}
     assert Expander(ITEM_ROWS, module_rows=module_rows)(meta).meta.rows == {"vision": 5, "ears": 0}
     assert Expander(ITEM_ROWS, seq_len=5, module_rows=module_rows)(meta).meta.rows == {"vision": 4, "ears": 0}
+
+
+def test_what_passes_between_stages_is_of_whole_units_where_the_cut_leaves_an_item_of_them():
+    items = tuple(MediaItem("image", (), at, 2, runs=((at, 1), (at + 2, 1))) for at in (1, 5, 9))
+    metas = [SampleMeta("s", 14, items), SampleMeta("t", 5, items[:1]), SampleMeta("u", 3)]
+    rows = {"vision": ("image", ITEM_ROWS["image"])}
+    mesh, passed = MeshSpec.make([0, 1], pp=2), Activation(3, per_row=2, per_item=1)
+    vision = ModuleSpec("vision", mesh, ("a", "b"), "image", splits=(("a",), ("b",)), activation=passed)
+    for seq_len, emitted, whole in ((14, 6, 15), (12, 6, 15), (11, 4, 15), (7, 2, 15), (4, 2, 15), (3, 0, 0)):
+        cut = Expander(ITEM_ROWS, seq_len=seq_len, module_rows=rows).all(MetaArrays.of(metas)).metas
+        of_t = 5 if seq_len > 3 else 0
+        assert [meta.rows["vision"] for meta in cut] == [emitted, 2 * bool(of_t), 0]
+        assert [vision.activation_rows([meta]) for meta in cut] == [whole, of_t, 0]
+        assert vision.activation_rows(list(cut)) == whole + of_t
 
 
 def test_expand_is_pure():

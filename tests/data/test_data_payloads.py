@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from hetmesh.data import DigitsSource, Sample
 from hetmesh.data.payload_workers import InWorkers, packed, unpacked
 from hetmesh.data.payloads import Payloads, SplitSources, Unreadable, Wanted
+from hetmesh.data.source import COSTS
 from hetmesh.errors import LoaderError, SampleError
 from hetmesh.models.collate import stacked
 
@@ -42,6 +43,7 @@ SAMPLES = st.builds(
     units=UNITS,
     unit_rows=st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)),
     values=st.dictionaries(st.sampled_from("xy"), TENSORS),
+    **{name: st.integers(0, 9) for name in COSTS},
 )
 
 
@@ -53,7 +55,8 @@ def test_a_request_comes_out_of_its_buffer_as_it_went_in(payloads):
         if isinstance(given_, Unreadable):
             assert found == given_
             continue
-        assert (found.id, found.bytes_read, found.media.keys()) == (given_.id, 0, given_.media.keys())
+        assert (found.id, found.media.keys()) == (given_.id, given_.media.keys())
+        assert [getattr(found, name) for name in COSTS] == [getattr(given_, name) for name in COSTS]
         pairs = [(given_.tokens, found.tokens)]
         for kind, items in given_.media.items():
             pairs += zip(items, found.media[kind], strict=True)

@@ -17,7 +17,8 @@ from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COST = StepCost({"vision": 3_000_000, "llm": 5_000_000_000}, {"vision": 0.01, "llm": 0.2}, 0.12, {"vision": 1.25})
-DATA = {"bytes_read": 5_100_000, "bytes_needed": 5_000_000, "bytes_read_most": 3_000_000, "wait_s": 0.25}
+DATA = {"bytes_read": 5_100_000, "bytes_needed": 5_000_000, "bytes_read_most": 3_000_000, "load_s": 0.5, "wait_s": 0.25}
+DATA |= {"frames_decoded": 21, "frames_needed": 20}
 MEASURED = Measured(
     2_000_000_000, 3, 4, {"vision->llm": {"forward": 1000, "backward": 500}}, {"vision->llm": 0.0123}, DATA
 )
@@ -38,7 +39,8 @@ def test_verbose_shows_everything(tmp_path, capsys):
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
         "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
-        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed waited 250 ms"
+        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed prepared in 500 ms waited 250 ms  "
+        "21 frames decoded of 20 needed"
     )
 
 

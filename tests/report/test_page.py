@@ -19,6 +19,7 @@ from hetmesh.records.run_lines import Series, series
 from hetmesh.records.run_view import RunView, read_run
 from hetmesh.report.advice import advice
 from hetmesh.report.page import recipe_text
+from hetmesh.report.page_parts import PageTable
 from hetmesh.report.page_sections import sections
 from hetmesh.simulate import Spans, Timeline
 from support.written_runs import write_run
@@ -215,7 +216,13 @@ def test_advice_follows_from_figures():
     assert "the loss rose" in advised(rises)
     waits = dataclasses.replace(calm, records=records(data=lambda i: {"wait_s": 0.4}))
     assert "wait for samples during 40% of a step: raise [data] num_workers" in advised(waits)
+    late = {"load_s": 1.5, "wait_s": 0.4}  # beside 0.6 s of a step
+    slow = dataclasses.replace(calm, records=records(data=lambda i: late))
+    assert "preparing the samples of a step takes 2.5 times as long as the rest of it" in advised(slow)
     recipe = load_recipe(RECIPES / "digits_single.toml")
+    for workers, said in ((0, True), (2, True), (3, False)):
+        given = recipe.model_copy(update={"data": recipe.data.model_copy(update={"num_workers": workers})})
+        assert ("preparing the samples" in advised(slow, given)) == said
     assert "checkpoint] enable = true" in advised(calm, recipe)
     work = Spans.of([(0, 1, 1), (0, 0, 0), (0, 1, 2), (0, 0, 0), (0.0, 1.0, 2.0), (1.0, 2.0, 9.0)])
     holds, targets = (("vision.0",), ("projector.0", "llm.0")), ("vision.0", "projector.0", "llm.0")
@@ -225,6 +232,16 @@ def test_advice_follows_from_figures():
     )
     idle = dataclasses.replace(calm, timelines={"measured": step})
     assert "rank 1 (llm.0 and 1 more) computes 80% of the recorded step, rank 0 (vision.0) 10%" in advised(idle)
+
+
+def test_the_page_says_what_preparing_samples_takes():
+    data = [{"frames_decoded": 20 + (i == 0), "frames_needed": 20, "load_s": 0.25} for i in range(2)]
+    run = RunView({}, {}, 0, {}, records=records(2, data=lambda i: data[i]))
+    (found,) = [section for section in sections(run, None) if section.name == "Data"]
+    (table,) = [part for part in found.parts if isinstance(part, PageTable)]
+    shown = dict(map(tuple, table.rows))
+    assert shown["frames of videos decoded in logged steps, over those needed"] == "1.025"
+    assert shown["seconds of preparing samples in it, on the rank that took longest"] == "0.25"
 
 
 def test_the_recipe_on_a_page_is_the_run_s():

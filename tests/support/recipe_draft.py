@@ -36,6 +36,7 @@ class Draft:
         layers: FQNs of the layers of each module that can be cut into pipeline stages.
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
+        whole: modules that cannot split what lies between attention and MLP.
         experts, runs: make the LLM a mixture of experts wherever that is possible, and draw what only a whole run has,
             instead of sometimes.
     """
@@ -45,6 +46,7 @@ class Draft:
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     shares_tokens: tuple[str, ...] = (SINK,)
+    whole: tuple[str, ...] = ()
     experts: bool = False
     runs: bool = False
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from hypothesis import strategies as st
 
 from support.recipe_draft import SINK, Draft, random_media, wire
+from support.recipe_processors import processors
 from support.recipe_user_graphs import directories, user_models
 
 
@@ -186,5 +187,6 @@ GRAPHS: Mapping[str, Callable[[st.DrawFn, Draft], None]] = {
     "text alone": text_alone,
     "own models": user_models,
     "directories": directories,
+    "processors": processors,
 }
 """To add a graph, write one function and enter it here."""

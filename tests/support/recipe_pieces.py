@@ -174,7 +174,11 @@ def token_assignment(draw: st.DrawFn, draft: Draft) -> None:
 def sequence_parallelism(draw: st.DrawFn, draft: Draft) -> None:
     """Activations split over tensor parallel ranks."""
     own, module = draft.tables["parallelism"].get(SINK, {}), draft.tables["modules"][SINK]
-    whole = SINK in draft.shares_tokens and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
+    whole = (
+        SINK in draft.shares_tokens
+        and SINK not in draft.whole
+        and not (":" in module["model"] and draft.degree(SINK, "pipeline") > 1)
+    )
     if own.get("tensor_parallel_degree", 1) > 1 and whole and sometimes(draw, 2):
         own["enable_sequence_parallel"] = True
 
@@ -183,7 +187,7 @@ def shares_of_encoders(draw: st.DrawFn, draft: Draft) -> None:
     """The same for encoders."""
     for name in draft.encoders:
         own, module = draft.tables["parallelism"].get(name, {}), draft.tables["modules"][name]
-        splits = module["model"] in SPLIT_ENCODERS and "onevision" not in str(module.get("initial_load_path"))
+        splits = module["model"] in SPLIT_ENCODERS and name not in draft.whole
         if own.get("tensor_parallel_degree", 1) > 1 and splits and sometimes(draw, 2):
             own["enable_sequence_parallel"] = True
 
@@ -295,7 +299,7 @@ def sample_order(draw: st.DrawFn, draft: Draft) -> None:
         data["order"] = order
         return
     source, options = data.pop("source"), data.pop("options")
-    other = copy.deepcopy(options) | {"seed": options["seed"] + 100}
+    other = copy.deepcopy(options) | ({"seed": options["seed"] + 100} if "seed" in options else {})
     data["mixture"] = [{"source": source, "name": name, "options": o} for name, o in (("a", options), ("b", other))]
     data["phases"] = [{"start_step": 0, "weights": {"a": 1.0}}, {"start_step": 1, "weights": {"a": 1.0, "b": 2.0}}]
 

@@ -70,6 +70,7 @@ def directories(draw: st.DrawFn, draft: Draft) -> None:
         draft.tables["modules"]["vision"]["trainable"] = False
     if LAYERS.get(name) == "linear_attention":
         draft.shares_tokens = ()
+    draft.whole = ("vision",) if name == "llava_onevision" else ()
     draft.heads = {"vision": 2 if name in LAYERS else 4, SINK: tiny_vlms.TEXT["num_attention_heads"]}
     prefix = "model.language_model"
     blocks = (f"{prefix}.layers.{i}" for i in range(4 if name == "gemma3" else 3))

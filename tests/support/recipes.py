@@ -201,6 +201,10 @@ def _directory(recipe: Recipe) -> str:
     return Path(recipe.modules[recipe.sink].initial_load_path or "").name
 
 
+def _prepared(recipe: Recipe) -> bool:
+    return any("processor" in data.options for data in recipe.data.mixture or (recipe.data,))
+
+
 def _of_kind(layers: str) -> Callable[[Recipe], bool]:
     return lambda recipe: LAYERS.get(_directory(recipe)) == layers
 
@@ -312,6 +316,8 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "stages of a directory's tower": lambda r: (
         bool(_directory(r)) and any(m.axis_size("pp") > 1 for name, m in r.wiring.meshes.items() if name != r.sink)
     ),
+    "prepared by a processor": _prepared,
+    "prepared and cut": lambda r: _prepared(r) and r.training.seq_len < 500,
     "image tiles": lambda r: _directory(r) in TILED,
     **{kind: _of_kind(kind) for kind in LAYERS.values()},
     **OF_RUNS,

@@ -75,6 +75,7 @@ def test_u21_where_modules_share_a_rank_it_loads_each_sample_once_with_what_any_
         assert None not in lane
         assert {"image"} in asked.values()
         assert loaded.bytes_read == loaded.bytes_needed > 0
+        assert loaded.load_s > 0
 
 
 @pytest.mark.parametrize("degree", ["2"])

@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hetmesh.data.payload_workers import InWorkers
+from hetmesh.data.payloads import Payloads, Wanted
+from hetmesh.data.recipe_sources import split_sources
+from hetmesh.data.source import COSTS
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
@@ -146,6 +150,29 @@ def test_a_global_batch_without_media_passes_the_stages_of_an_encoder(pool4, fol
     assert parity.compare(truth, ranks, 1e-10) < 1e-10
 
 
+def test_stages_that_could_not_pass_on_an_unreadable_sample_are_refused(folder):
+    text = recipe_text(folder, LAYOUTS["encoder PP 2 beside LLM TP 2"], "")
+    resolve(parse_recipe(text))
+    with pytest.raises(RecipeError, match=r"data.on_bad_sample = 'skip': not with parallelism.vision.pipeline"):
+        resolve(parse_recipe(text, ("--data.on_bad_sample", "skip")))
+
+
+def test_frames_that_are_decoded_are_counted_by_workers_too_and_few_are_superfluous(folder):
+    sources = split_sources(recipe(folder, "").data)
+    wanted = [Wanted("train", index) for index in range(8)]
+    here = Payloads(sources).get(wanted)
+    with InWorkers(split_sources(recipe(folder, "").data), 1) as payloads:
+        there = payloads.get(wanted)
+    costs = [
+        [[getattr(sample, name) for name in COSTS if name != "load_s"] for sample in each] for each in (here, there)
+    ]
+    assert costs[0] == costs[1]
+    assert all(sample.load_s > 0 for sample in (*here, *there))
+    decoded, needed = (sum(getattr(sample, f"frames_{what}") for sample in here) for what in ("decoded", "needed"))
+    assert 0 < needed <= decoded <= 1.05 * needed
+    assert not any(sample.frames_decoded for sample in here if "video" not in sample.units)
+
+
 def test_they_are_what_transformers_decodes(folder):
     (line,) = check_processor(resolve(recipe(folder, "")))
     assert line == "data: tokens and tensors of 4 of the first 4 samples equal those of transformers' own processor"
@@ -161,6 +188,7 @@ FAMILIES = (
     ("llava", "encoder PP 2 beside LLM TP 2", "[modules.projector]"),
     ("llava", "encoder beside LLM FSDP 2", "cut"),
     ("idefics3", "encoder PP 2 beside LLM TP 2", ""),
+    ("idefics3", "encoder PP 2 beside LLM TP 2", "cut"),
     ("qwen2_5_vl", "encoder PP 2 beside LLM TP 2", ""),
     ("qwen3_vl", "encoder TP 2 under LLM CP 2 x TP 2", ""),
     ("internvl", "encoder TP 2 under LLM CP 2 x TP 2", "[modules.projector]"),

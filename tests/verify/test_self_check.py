@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -180,7 +181,7 @@ def test_the_result_is_kept_for_the_directory_until_it_or_what_is_made_of_it_cha
     (path / "tokenizer_config.json").write_text("{}")
     assert needs_self_check(recipe)
     record(recipe, 1e-7)
-    monkeypatch.setattr("hetmesh.verify.self_check_process.version", lambda package: "0")
+    monkeypatch.setattr("hetmesh.verify.self_check_process.distributions", lambda name: [SimpleNamespace(version="0")])
     assert needs_self_check(recipe)
 
 

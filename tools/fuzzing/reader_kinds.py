@@ -149,7 +149,7 @@ def _beside(folder: Path, rng: random.Random) -> None:
     """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
     answers.configured_end_tokens(folder / "model")
     recipe = _recipe(folder)
-    void(self_check_process.recorded(recipe), export_files._has_own_form(recipe, folder / "model"))
+    void(self_check_process.needs_self_check(recipe), export_files._has_own_form(recipe, folder / "model"))
 
 
 def _claimed(folder: Path, rng: random.Random) -> None:

@@ -23,8 +23,8 @@ import torch
 
 from hetmesh.data.source import Sample, check_meta, check_sample, units_left, wants
 from hetmesh.errors import RecipeError, SampleError
-from hetmesh.graph.meta_arrays import MetaArrays, PositionIds, gathered, shape_of, size_of
-from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
+from hetmesh.graph.meta_arrays import UNKNOWN, MetaArrays, PositionIds, gathered, shape_of, size_of
+from hetmesh.graph.sample import UNIT_ITEMS, UNIT_ROWS, MediaItem, SampleMeta, kinds_of
 
 RowCount = Callable[[tuple[int, ...]], int]
 """From a media item's `extent` to a number of rows."""
@@ -180,10 +180,15 @@ class Expander:
         return ExpandedArrays(expanded, np.diff(metas.item_ends) - counts, lengths - ends)
 
     def _module_rows(self, metas: MetaArrays, fits: np.ndarray) -> dict[str, np.ndarray]:
-        rows = {}
+        rows, sample = {}, metas.sample_of_item
         for module, (media, count) in (self.module_rows or {}).items():
             counts = _counted(metas, dict.fromkeys(kinds_of(media or ""), count), self.placed_rows.get(module, 1))
             rows[module] = metas.sum_of_items(np.where(fits, counts, 0))
+            left = metas.placed & (counts > 0) & (rows[module] > 0)[sample]  # of which the unit stays whole
+            cut = metas.sum_of_items(left & ~fits) > 0
+            if cut.any():
+                rows[module + UNIT_ROWS] = np.where(cut, metas.sum_of_items(np.where(left, counts, 0)), UNKNOWN)
+                rows[module + UNIT_ITEMS] = np.where(cut, metas.sum_of_items(left), UNKNOWN)
         return rows
 
 

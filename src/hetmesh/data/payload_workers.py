@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from hetmesh._processes import die_with_parent, threads
 from hetmesh._torch_compat import shared_buffer
 from hetmesh.data.payloads import Payload, Payloads, SplitSources, Unreadable, Wanted
-from hetmesh.data.source import Sample
+from hetmesh.data.source import COSTS, Sample
 from hetmesh.errors import LoaderError
 
 POLL_SECONDS = 1.0
@@ -270,8 +270,8 @@ def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
             items = {kind: [laid[id(item)] for item in tensors] for kind, tensors in payload.media.items()}
             own = {kind: {key: laid[id(t)] for key, t in unit.items()} for kind, unit in payload.units.items()}
             numbers = {name: laid[id(value)] for name, value in payload.values.items()}
-            sizes = payload.bytes_read, payload.bytes_needed
-            parts.append((payload.id, laid[id(payload.tokens)], items, sizes, own, payload.unit_rows, numbers))
+            costs = {name: getattr(payload, name) for name in COSTS}
+            parts.append((payload.id, laid[id(payload.tokens)], items, costs, own, payload.unit_rows, numbers))
         else:
             parts.append(payload)
     buffer = shared_buffer(size)
@@ -293,9 +293,9 @@ def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
         if isinstance(part, Unreadable):
             payloads.append(part)
             continue
-        sample_id, tokens, media, (read, needed), own, rows, numbers = part
+        sample_id, tokens, media, costs, own, rows, numbers = part
         tensors = {kind: tuple(at(*item) for item in items) for kind, items in media.items()}
         units = {kind: {key: at(*laid) for key, laid in unit.items()} for kind, unit in own.items()}
         values = {name: at(*laid) for name, laid in numbers.items()}
-        payloads.append(Sample(sample_id, at(*tokens), tensors, read, needed, units, rows, values))
+        payloads.append(Sample(sample_id, at(*tokens), tensors, units=units, unit_rows=rows, values=values, **costs))
     return payloads

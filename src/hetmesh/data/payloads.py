@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from hetmesh.data.source import Sample, Source
@@ -58,10 +59,12 @@ class SplitSources:
     def load(self, wanted: Wanted) -> Payload:
         """One sample, or why it cannot be read."""
         with self.reading:
+            source, started = self[wanted.split], time.perf_counter()
             try:
-                return self[wanted.split].load(wanted.index, wanted.kinds)
+                sample = source.load(wanted.index, wanted.kinds)
             except SampleError as error:
                 return Unreadable(str(error))
+            return replace(sample, load_s=time.perf_counter() - started)
 
 
 class Payloads:

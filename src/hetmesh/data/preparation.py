@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import io
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -80,9 +81,8 @@ class Preparation:
         try:
             import torchvision  # noqa: F401
         except Exception as error:  # one of another torch raises RuntimeErrors
-            how = "is not installed" if isinstance(error, ImportError) else f"cannot be imported ({error})"
-            need = f"{key} processor = '{folder}': transformers' processors need torchvision, which {how}"
-            raise RecipeError(f"{need}: pip install 'hetmesh[media]'") from error
+            need = f"{key} processor = '{folder}': transformers' processors need torchvision"
+            raise RecipeError(f"{need}: {error}; pip install 'hetmesh[media]'") from error
         self.processor = processor_at(folder, f"{key} processor = '{folder}'", options)
         kinds = self.processor.kinds
         self._from_sizes = FromSizes(self.processor)
@@ -132,9 +132,9 @@ class Preparation:
     def load(
         self, name: str, turns: Turns, media: Media, kinds: Collection[str] | None = None
     ) -> tuple[SampleMeta, Sample]:
-        """The conversation with its media of some `kinds` (None: all); errors as in `meta`. `bytes_read`: of media."""
-        meta, made, read, turn_of = self._prepared(name, turns, media, kinds)
-        return meta, replace(self._sample(meta, turns, made, turn_of, kinds), bytes_read=read)
+        """The conversation with its media of some `kinds` (None: all), and what these cost; errors as in `meta`."""
+        meta, made, costs, turn_of = self._prepared(name, turns, media, kinds)
+        return meta, replace(self._sample(meta, turns, made, turn_of, kinds), **costs)
 
     def sample(
         self, name: str, turns: Turns, order: Sequence[str], items: Mapping[str, Sequence[Any]]
@@ -153,20 +153,22 @@ class Preparation:
 
     def _prepared(
         self, name: str, turns: Turns, media: Media, kinds: Collection[str] | None
-    ) -> tuple[SampleMeta, Made, int, list[int]]:
+    ) -> tuple[SampleMeta, Made, dict[str, Any], list[int]]:
         items: dict[str, list[Any]] = {}
         blanks: dict[str, list[Any]] = {}
-        read = 0
+        costs = Counter[str]()
         for kind, blob in media:
             with reading(name, blob):
                 if wants(kinds, kind):
                     data = blob.read()
-                    read += len(data)
-                    items.setdefault(kind, []).append(self.opened(kind, blob, data))
+                    items.setdefault(kind, []).append(item := self.opened(kind, blob, data))
+                    costs["bytes_read"] += len(data)
+                    if isinstance(item, Clip):
+                        costs.update(frames_decoded=item.decoded, frames_needed=item.needed)
                 else:
                     blanks.setdefault(kind, []).append(self._size(kind, blob))
         meta, made, turn_of = self._made(name, turns, [kind for kind, _ in media], items, blanks)
-        return meta, made, read, turn_of
+        return meta, made, costs, turn_of
 
     def _made(
         self,
@@ -205,7 +207,8 @@ class Preparation:
             return sound
         if kind == "video":
             metadata = self._frames(video_header(io.BytesIO(data)))
-            return Clip(read_frames(io.BytesIO(data), metadata.frames_indices).pixels, metadata)
+            pixels, decoded, needed = read_frames(io.BytesIO(data), metadata.frames_indices)
+            return Clip(pixels, metadata, decoded, needed)
         with open_image(io.BytesIO(data)) as image:
             return upright(image, bool(getattr(self.processor.own.image_processor, "do_convert_rgb", False)))
 

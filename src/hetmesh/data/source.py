@@ -33,6 +33,8 @@ class Sample:
         bytes_needed: the stored size of what was asked for: its text, and its media of the kinds wanted.
         values: numbers that a custom loss gets (`SourceAbilities.values`), float64: one, `[]`, or one for each target
             of its metadata, `[targets]`.
+        load_s: seconds that reading and preparing it took.
+        frames_decoded, frames_needed: of its videos; to be decoded for the frames that the processor wants.
     """
 
     id: str
@@ -43,6 +45,13 @@ class Sample:
     units: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     unit_rows: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Tensor] = field(default_factory=dict)
+    load_s: float = 0.0
+    frames_decoded: int = 0
+    frames_needed: int = 0
+
+
+COSTS = ("bytes_read", "bytes_needed", "load_s", "frames_decoded", "frames_needed")
+"""What a sample has cost, which is added up."""
 
 
 def wants(kinds: Collection[str] | None, kind: str) -> bool:

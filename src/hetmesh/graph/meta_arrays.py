@@ -205,7 +205,7 @@ class MetaArrays(Sequence[SampleMeta]):
         )
         a, b = self.target_ends[index : index + 2].tolist()
         targets = tuple((i, j) for i, j in self.targets[a:b].tolist())
-        rows = {name: int(counts[index]) for name, counts in self.rows.items()}
+        rows = {name: int(counts[index]) for name, counts in self.rows.items() if counts[index] != UNKNOWN}
         meta = SampleMeta(self.ids[index], int(self.tokens[index]), media, targets, MappingProxyType(rows))
         if self.position_ids is not None and (positions := self.position_ids(meta)) is not None:
             meta = replace(meta, position_ids=positions)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from hetmesh.errors import GraphError
-from hetmesh.graph.sample import SampleMeta
+from hetmesh.graph.sample import UNIT_ITEMS, UNIT_ROWS, SampleMeta
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 
@@ -174,8 +174,8 @@ class ModuleSpec:
         if self.activation.padded:
             longest = max((sample.tokens for sample in samples), default=1)
             return max(1, sum(sample.tokens for sample in samples) if self.packed else len(samples) * longest)
-        emitted = sum(sample.rows.get(self.name, 0) for sample in samples)
-        items = sum(sample.num_items(self.media or "") for sample in samples)
+        emitted = sum(sample.rows.get(self.name + UNIT_ROWS, sample.rows.get(self.name, 0)) for sample in samples)
+        items = sum(sample.rows.get(self.name + UNIT_ITEMS, sample.num_items(self.media or "")) for sample in samples)
         return self.activation.per_row * emitted // self.activation.of_rows + self.activation.per_item * items
 
     @cached_property

@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+UNIT_ROWS, UNIT_ITEMS = " before the cut", " items before the cut"
+"""Behind a module's name in `SampleMeta.rows`: what it computes of samples whose media `seq_len` cut in part, since the
+unit that a processor made of them stays whole."""
+
 
 def kinds_of(media: str) -> tuple[str, ...]:
     """The kinds of media that a module reads, or whose placeholders its rows replace: `"image+video"` are two."""
@@ -62,7 +66,7 @@ class SampleMeta:
         tokens: length of the token sequence, placeholders included.
         media: the sample's media items in the order of their positions.
         targets: `[start, stop)` spans of token positions whose token is predicted and carries loss (never position 0).
-        rows: rows that each module emits for this sample, by module name; empty until expanded.
+        rows: rows that each module emits for this sample, by module name, and see `UNIT_ROWS`; empty until expanded.
         position_ids: set by adapters whose position ids are not `0..tokens-1` (multimodal RoPE); None otherwise.
     """
 

@@ -62,8 +62,10 @@ class Measured:
         active_ranks: those that hold a module.
         boundary_bytes: received over all ranks, by boundary and direction.
         wait_s: seconds that the rank which waited longest did nothing but wait for a boundary's messages.
-        data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank, and
-            `wait_s`, the seconds that the rank which waited longest for them did.
+        data: of the samples, `bytes_read` and `bytes_needed` over all ranks, `bytes_read_most` by any rank,
+            `frames_decoded` and `frames_needed` of videos, over all ranks; `load_s`, the seconds that those of the rank
+            whose samples took longest took to prepare, by all of its processes together; and `wait_s`, the seconds that
+            the rank which waited longest for them did.
         experts: how even routing was, by module.
     """
 
@@ -183,9 +185,11 @@ class StepMetrics:
         if self.measured is not None and self.measured.data:
             data = self.measured.data
             yield (
-                f"samples read {amount(data['bytes_read'])}B of {amount(data['bytes_needed'])}B needed waited "
-                f"{1000 * data['wait_s']:.0f} ms"
+                f"samples read {amount(data['bytes_read'])}B of {amount(data['bytes_needed'])}B needed prepared in "
+                f"{1000 * data.get('load_s', 0):.0f} ms waited {1000 * data['wait_s']:.0f} ms"
             )
+            if frames := data.get("frames_decoded"):
+                yield f"{frames:.0f} frames decoded of {data['frames_needed']:.0f} needed"
 
 
 def run_summary(

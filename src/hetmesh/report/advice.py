@@ -59,6 +59,12 @@ def _samples(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
     if share is not None and share > WAIT:
         now = f" (it is {recipe.data.num_workers})" if recipe else ""
         yield Advice(f"ranks wait for samples during {share:.0%} of a step", f"raise [data] num_workers{now}", share)
+    load, wait, step = (series(run.usual, *keys) for keys in (("data", "load_s"), ("data", "wait_s"), ("time_s",)))
+    workers = max(recipe.data.num_workers, 1) if recipe else 1
+    if load and wait and step and (took := load.median / workers) > (rest := step.median - wait.median) > 0:
+        found = f"preparing the samples of a step takes {took / rest:.1f} times as long as the rest of it"
+        change = "raise [data] num_workers, or let processor_options ask for smaller media or fewer frames"
+        yield Advice(found, change, 1 - rest / took)
     dropped, skipped = (sum(series(run.records, key).values) for key in ("tokens_dropped", "samples_skipped"))
     if dropped:
         yield Advice(f"{dropped:,.0f} tokens did not fit into seq_len and were cut off", "raise [training] seq_len")

@@ -359,6 +359,12 @@ def _data(run: RunView) -> PageSection:
     if read and needed and any(read.values):
         rows.append(("bytes read in the median logged step", f"{amount(read.median)}B"))
         rows.append(("bytes needed in it", f"{amount(needed.median)}B"))
+    if load := series(run.usual, "data", "load_s"):
+        rows.append(("seconds of preparing samples in it, on the rank that took longest", f"{load.median:.3g}"))
+    decoded, wanted = (series(run.records, "data", key) for key in ("frames_decoded", "frames_needed"))
+    if decoded and wanted:
+        over = sum(decoded.values) / max(sum(wanted.values), 1)
+        rows.append(("frames of videos decoded in logged steps, over those needed", f"{over:.3f}"))
     caption = "the longest wait of any rank for its samples, in a step"
     parts: list[Part] = [*_curves(run, caption, [wait.times(1e3)], "ms")]
     parts += [PageTable("over all steps", [("", "number"), *rows])] if rows else []

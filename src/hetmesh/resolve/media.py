@@ -27,7 +27,8 @@ def media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...] | Non
 
 
 def check_placed(kinds: Sequence[str], recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
-    """Raise RecipeError for media that a processor has prepared and whose encoder takes tensors of items."""
+    """Raise RecipeError for media that a processor has prepared and whose encoder takes tensors of items, or has stages
+    that could not tell what is missing of samples that are left out."""
     for name, media in recipe.wiring.media.items():
         for kind in kinds_of(media or ""):
             if kind in kinds and kind not in adapters[name].abilities.unit_kinds:
@@ -35,6 +36,13 @@ def check_placed(kinds: Sequence[str], recipe: Recipe, adapters: Mapping[str, Ad
                     f"modules.{name}.model = {recipe.modules[name].model!r} takes tensors of items, and the data's "
                     f"{kind!r} are what a directory's own processor makes ([data.options] processor); give "
                     "'hf_encoder' of that directory, or data.options tokenizer and image_processor or audio_processor"
+                )
+            stages, skips = recipe.wiring.meshes[name].axis_size("pp"), recipe.data.on_bad_sample == "skip"
+            if kind in kinds and skips and stages > 1:
+                raise RecipeError(
+                    f"data.on_bad_sample = 'skip': not with parallelism.{name}.pipeline_parallel_degree = {stages} "
+                    "where a directory's own processor prepares media: a sample that cannot be read would pass nothing "
+                    "from stage to stage; set it to 'stop', or give the encoder no stages"
                 )
 
 

@@ -12,7 +12,7 @@ from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Unreadable, Wanted
-from hetmesh.data.source import Sample, abilities_of
+from hetmesh.data.source import COSTS, Sample, abilities_of
 from hetmesh.graph import ModuleSpec, Stage
 from hetmesh.graph.sample import kinds_of
 from hetmesh.models.adapter import Adapter
@@ -28,11 +28,15 @@ class Loaded:
     Attributes:
         bytes_read: from files, counted where they were read.
         bytes_needed: the stored size of what its modules use of the samples of its lanes.
+        load_s, frames_decoded, frames_needed: as of a `Sample`; several processes may load at the same time.
         wait_s: seconds that its modules waited for samples.
     """
 
     bytes_read: int = 0
     bytes_needed: int = 0
+    load_s: float = 0.0
+    frames_decoded: int = 0
+    frames_needed: int = 0
     wait_s: float = 0.0
 
 
@@ -141,7 +145,7 @@ class Feed:
                 wrong[i] = found.message
                 found = self.loader.blank(self.drawn[i], self._kinds[self.drawn.indices[i]])
             self._samples[i] = found
-            self.loaded.bytes_read += found.bytes_read
-            self.loaded.bytes_needed += found.bytes_needed
+            for name in COSTS:
+                setattr(self.loaded, name, getattr(self.loaded, name) + getattr(found, name))
         self.loaded.wait_s += time.perf_counter() - started
         return wrong

@@ -15,6 +15,7 @@ from hetmesh.balance.plan_batch import within_range
 from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_over_ranks
 from hetmesh.cost import Work, find_machine, imbalance, load_machine, module_flops
+from hetmesh.data.source import COSTS
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.metrics import Measured, StepCost, StepLoad
 from hetmesh.resolve.recipe_step_model import measure_peak
@@ -80,13 +81,16 @@ class Meter:
         """
         names = [boundary.name for boundary in self.graph.boundaries]
         log = self.world.log
-        mine = [float(loaded.bytes_read), float(loaded.bytes_needed), loaded.wait_s]
+        kept = (*COSTS, "wait_s")
+        mine = [float(getattr(loaded, name)) for name in kept]
         mine += [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
         everyone = gather_over_ranks(mine, self.world, self.experts.loads.mine())
         everyone, routed = everyone[:, : len(mine)], everyone[:, len(mine) :]
-        samples, everyone = everyone[:, :3], everyone[:, 3:]
+        samples, everyone = everyone[:, : len(kept)], everyone[:, len(kept) :]
+        data = dict(zip(kept, samples.T, strict=True))
+        counts = {name: int(data[name].sum()) for name in COSTS if name != "load_s"}
         received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
         waited = everyone[:, 1 + 2 * len(names) :].amax(0).tolist()
         return Measured(
@@ -99,10 +103,9 @@ class Meter:
             },
             {name: round(seconds, 6) for name, seconds in zip(names, waited, strict=True)},
             {
-                "bytes_read": int(samples[:, 0].sum()),
-                "bytes_needed": int(samples[:, 1].sum()),
-                "bytes_read_most": int(samples[:, 0].max()),
-                "wait_s": round(float(samples[:, 2].max()), 6),
+                **{name: count for name, count in counts.items() if count or "bytes" in name},
+                "bytes_read_most": int(data["bytes_read"].max()),
+                **{name: round(float(data[name].max()), 6) for name in ("load_s", "wait_s")},
             },
             self.experts.loads.read(routed.sum(0), targets, self.experts.placements),
         )

@@ -7,15 +7,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 from hetmesh.data.conversations import SETTINGS_FILES
 from hetmesh.data.metadata_index import content_hash, file_states
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
-from hetmesh.files import from_json, read_object, to_json, write_json, writing
+from hetmesh.files import read_object, to_json, write_json, writing
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
@@ -27,7 +25,8 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables by which a launcher tells a worker its rank: the process is no worker."""
 
 _JUDGED = ("attention", "data", "models", "parallel", "verify")
-"""Rooms whose code the result depends on."""
+_PACKAGES = ("torch", "transformers", "torchvision", "av")
+"""Rooms and packages whose code the result depends on."""
 
 
 def compare_in_process(recipe: Recipe) -> list[str]:
@@ -62,42 +61,36 @@ def compare(resolved: ResolvedRecipe) -> list[str]:
 
 def needs_self_check(recipe: Recipe) -> bool:
     """Whether the modules come from one directory of a multimodal model, and were not compared with it yet."""
-    return directory_of(recipe) is not None and recorded(recipe) is None
-
-
-def recorded(recipe: Recipe) -> float | None:
-    """The largest difference that was found for the recipe's modules and the files that its directory has now; None if
-    they were not compared."""
+    if directory_of(recipe) is None:
+        return False
     of = _compared(recipe)
-    entries = (read_object(file) for file in record_files(recipe, of))
-    found = next((entry.get("max_difference") for entry in entries if entry.get("of") == of), None)
-    return found if isinstance(found, float) else None
+    return all(read_object(file).get("of") != of for file in _record_files(recipe, of))
 
 
 def record(recipe: Recipe, difference: float) -> Path:
     """Keep a result. Returns the file. Raises OutputError: it can be kept in no place."""
     of = _compared(recipe)
-    for file in record_files(recipe, of):
+    for file in _record_files(recipe, of):
         try:
             with writing(file.parent):
                 file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"max_difference": difference, "of": of}, indent=1)
+            write_json(file, {"max_difference": difference, "of": of})
             return file
         except OutputError as error:
             problem = error
     raise OutputError(f"the result of the self-check cannot be kept: {problem}") from problem
 
 
-def record_files(recipe: Recipe, of: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Where the result for what was compared, `of`, is kept: in the user's cache, so that other runs find it; where
-    that cannot be written, beside the dump folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = f"hetmesh/self_check/{hashlib.sha256(to_json(of).encode()).hexdigest()[:32]}.json"
-    return Path(os.path.expanduser(cache), name), Path(f"{recipe.job.dump_folder.rstrip('/')}.self_check.json")
+def _record_files(recipe: Recipe, of: str) -> tuple[Path, Path]:
+    """Where the result for `of` is kept: in the user's cache, so that other runs find it; where that cannot be written,
+    beside the dump folder."""
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    beside = Path(f"{recipe.job.dump_folder.rstrip('/')}.self_check.json")
+    return Path(cache, "hetmesh", "self_check", f"{of[:32]}.json"), beside
 
 
-def _compared(recipe: Recipe) -> dict[str, Any]:
-    """What the result depends on, as JSON gives it back."""
+def _compared(recipe: Recipe) -> str:
+    """A hash of all that the result depends on."""
     pretrained = directory_of(recipe)
     data = recipe.data.mixture or (recipe.data,)
     named = [os.path.expanduser(value) for each in data for value in each.options.values() if isinstance(value, str)]
@@ -116,18 +109,10 @@ def _compared(recipe: Recipe) -> dict[str, Any]:
         "packed": recipe.training.pack_samples,
         "data": [[each.source, each.options] for each in data],
         "paths": [os.path.abspath(os.path.expanduser(str(each.options.get("path", "/")))) for each in data],
-        "versions": {name: _version(name) for name in ("torch", "transformers", "torchvision", "av")},
+        "versions": [[name, found.version] for name in _PACKAGES for found in distributions(name=name)],
         "code": content_hash(code),
     }
-    again: dict[str, Any] = from_json(to_json(made))
-    return again
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return hashlib.sha256(to_json(made).encode()).hexdigest()
 
 
 def _main() -> int:

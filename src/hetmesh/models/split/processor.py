@@ -52,10 +52,12 @@ T = TypeVar("T")
 @dataclass(frozen=True, eq=False)
 class Clip:
     """The frames of a video that a processor wants, uint8 `[frames, height, width, 3]`, and transformers' metadata of
-    it, which say when they are."""
+    it, which say when they are; how many frames were decoded for that, and how many had to be."""
 
     frames: np.ndarray
     metadata: Any
+    decoded: int = 0
+    needed: int = 0
 
 
 def clip(frames: np.ndarray, fps: float = 2.0) -> Clip:
