@@ -117,7 +117,8 @@ def batching_of(whole: WholeModel, media: str) -> tuple[Batching | None, str]:
         if media not in processor.kinds:
             return None, ""
         batching = measure(processor, media)
-        made = processor(processor.written(media), {media: [processor.blank(media, EXAMPLES[media][1])]})
+        text = " ".join(map(str, range(50))) + processor.written(media)  # of more tokens than an item has numbers
+        made = processor(text, {media: [processor.blank(media, EXAMPLES[media][0])]})
     except RecipeError as error:
         return None, str(error)
     taken = inspect.signature(whole.model.forward).parameters

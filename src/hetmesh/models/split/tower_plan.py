@@ -44,7 +44,8 @@ def tower_blocks(module: nn.Module) -> tuple[str, ...]:
     lists: dict[str, list[str]] = {}
     for name in repeated_blocks(module):
         lists.setdefault(name.rpartition(".")[0], []).append(name)
-    return tuple(max(lists.values(), key=lambda names: len(names), default=()))
+    longest: list[str] = max(lists.values(), key=len, default=[])
+    return tuple(longest)
 
 
 def largest_parts(module: nn.Module, blocks: Sequence[str], prefix: str = "") -> Iterator[str]:
