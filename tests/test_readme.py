@@ -83,7 +83,7 @@ def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     planner, optimus, survey = kept("planner"), kept("optimus"), kept("survey")
     kinds = [survey[kind] for kind in ("image_text", "audio_text")]
-    classes = tuple(str(kind[key]) for kind in kinds for key in ("passed", "classes")) + (str(survey["video"]),)
+    classes = (*(str(kind[key]) for kind in kinds for key in ("passed", "classes")), str(survey["video"]))
     found = {
         r"(\d+) of (\d+) image-text classes and (\d+) of (\d+) audio-text classes .* make, (\d+) of them": classes,
         r"of (\d+) image-text classes (\d+), and of (\d+) audio-text classes (\d+), train .* make, (\d+) of them": (
