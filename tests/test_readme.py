@@ -82,10 +82,15 @@ def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
     """Each of them that a page names."""
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     planner, optimus, survey = kept("planner"), kept("optimus"), kept("survey")
-    classes = (str(survey["passed"]), str(survey["classes"]))
+    kinds = [survey[kind] for kind in ("image_text", "audio_text")]
+    classes = (*(str(kind[key]) for kind in kinds for key in ("passed", "classes")), str(survey["video"]))
     found = {
-        r"(\d+) of (\d+) multimodal classes train": classes,
-        r"of (\d+) image-text and audio-text classes, (\d+) train": classes[::-1],
+        r"(\d+) of (\d+) image-text classes and (\d+) of (\d+) audio-text classes .* make, (\d+) of them": classes,
+        r"of (\d+) image-text classes (\d+), and of (\d+) audio-text classes (\d+), train .* make, (\d+) of them": (
+            *classes[1::-1],
+            *classes[3:1:-1],
+            classes[4],
+        ),
         r"predicted gain is ([\d.]+) points off": (f"{planner['gain_error_points']:.1f}",),
         r"`share_of_bound` \(([\d.]+)\)": (f"{optimus['share_of_bound']:.2f}",),
         r"doing nothing scores ([\d.]+)": (f"{optimus['share_of_bound_unfilled']:.2f}",),
