@@ -117,12 +117,16 @@ def batching_of(whole: WholeModel, media: str) -> tuple[Batching | None, str]:
         if media not in processor.kinds:
             return None, ""
         batching = measure(processor, media)
-        text = " ".join(map(str, range(50))) + processor.written(media)  # of more tokens than an item has numbers
-        made = processor(text, {media: [processor.blank(media, EXAMPLES[media][0])]})
+        item, written = processor.blank(media, EXAMPLES[media][0]), processor.written(media)
+        made = [processor(text, {media: [item]}) for text in (written, f"a {written}")]
     except RecipeError as error:
         return None, str(error)
+    except Exception as error:  # whatever a processor raises
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None, f"{processor.key}: {type(processor.own).__name__} does not take a text with {media!r}: {reason}"
     taken = inspect.signature(whole.model.forward).parameters
-    per_token = [key for key, t in made.units[media].items() if t.shape == (1, len(made.ids)) and key in taken]
+    lengths = [{key: t.shape == (1, len(m.ids)) for key, t in m.units[media].items()} for m in made]
+    per_token = [key for key in lengths[0] if key in taken and all(of.get(key) for of in lengths)]
     if per_token := [key for key in per_token if not hasattr(processor.own, f"create_{key}")]:  # `HfLlmAdapter._types`
         raise RecipeError(
             f"{whole.pretrained}: {whole.model_class.__name__} takes {', '.join(per_token)} of each token, which its "
