@@ -135,3 +135,14 @@ def test_a_tower_that_makes_other_rows_than_were_planned_is_an_error_and_what_ca
     for wrong in (made[:3], torch.cat([made, made[:1]])):
         with pytest.raises(SampleError, match=f"{len(wrong)} rows were made of media, 4 were planned"):
             taken(wrong, batch)
+
+
+def test_each_item_of_a_text_that_a_processor_expands_in_its_own_way_has_its_own_place():
+    text, expanded = "one <i> and <a>, <i>", "one [xx] and {y}, [zzz]"
+    places = places_between(text, expanded, {"<i>": "image", "<a>": "audio"})
+    assert [(place.kind, expanded[slice(*place.after)]) for place in places] == [
+        ("image", "[xx]"),
+        ("audio", "{y}"),
+        ("image", "[zzz]"),
+    ]
+    assert [text[slice(*place.before)] for place in places] == ["<i>", "<a>", "<i>"]

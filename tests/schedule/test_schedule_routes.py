@@ -16,7 +16,7 @@ from hetmesh.schedule import (
     one_f_one_b,
     sequential,
 )
-from hetmesh.schedule.list_schedule import caps_by_distance
+from hetmesh.schedule.list_schedule import _ranks_apart, caps_by_distance
 from hetmesh.schedule.sequential import one_by_one
 from support.random_routes import routes
 
@@ -66,6 +66,16 @@ def graphs(draw):
     ]
     llm = module("llm", draw(st.sampled_from([0, 6])), *draw(depth))
     return stage_graph(ModuleGraph((*modules, llm), tuple(BoundarySpec(*edge) for edge in edges)))
+
+
+@given(graphs())
+def test_stages_wait_for_the_same_rank_where_they_share_any(stages):
+    apart = _ranks_apart(stages)
+    for stage in stages.stages:
+        ranks = set(stages.ranks_of(stage))
+        assert set(apart[stage]) <= ranks
+        for other in stages.stages:
+            assert set(apart[stage]).isdisjoint(apart[other]) == ranks.isdisjoint(stages.ranks_of(other))
 
 
 @pytest.mark.slow
