@@ -1,6 +1,8 @@
 """Steps are planned ahead by another thread: the same steps in order; what is wrong is said when its step comes."""
 
 import threading
+import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,3 +176,15 @@ def test_the_end_of_a_run_waits_for_the_planning_thread():
     let_go.set()
     background.close()
     assert not background._thread.is_alive()
+
+
+def test_what_was_planned_is_let_go_of_and_the_thread_ends_with_its_owner():
+    background, held = Background(), threading.Event()
+    thread, gone = background.submit(threading.current_thread).result(), weakref.ref(held)
+    background.submit(partial(id, held)).result()
+    background.submit(int).result()  # the one before is over
+    del held
+    assert gone() is None
+    del background
+    thread.join(60)
+    assert not thread.is_alive()

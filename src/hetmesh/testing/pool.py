@@ -301,7 +301,7 @@ def _worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills the workers
     stacks = open(stack_file, "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, chain=True)  # dump all, then die
-    faulthandler.enable(stacks)  # for a death without an exception
+    faulthandler.enable(stacks, all_threads=False)  # for a death without an exception: of the thread that died
     parent = multiprocessing.parent_process()
     assert parent is not None
     # A worker that hangs in gloo does not see its pipe close: leave with the parent even if it was killed.

@@ -151,19 +151,14 @@ class Background:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Do it when all before is done."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hetmesh-planning", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._todo,), name="hetmesh-planning", daemon=True)
             self._thread.start()
         future: Future[T] = Future()
         self._todo.put((future, call))
         return future
 
-    def _run(self) -> None:
-        while (item := self._todo.get()) is not None:
-            future, call = item
-            try:
-                future.set_result(call())
-            except BaseException as error:  # raised where the result is asked for
-                future.set_exception(error)
+    def __del__(self) -> None:
+        self._todo.put(None)  # a job that nobody closed: its thread ends with it
 
     def close(self) -> None:
         """Do nothing more once the current thing is done; wait for that, but not long.
@@ -174,3 +169,13 @@ class Background:
         if self._thread is not None:
             self._todo.put(None)
             self._thread.join(LEAVES_S)
+
+
+def _work(todo: queue.SimpleQueue[tuple[Future, Callable[[], object]] | None]) -> None:
+    while (item := todo.get()) is not None:
+        future, call = item
+        try:
+            future.set_result(call())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+        del item, future, call  # while this waits, it keeps nothing of the job
