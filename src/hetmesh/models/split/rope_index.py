@@ -85,11 +85,14 @@ def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]
     kinds = media_tokens(meta, tuple(known))
     marked = {"input_ids": _with_tokens_around(whole, kinds)} if whole.around else {"mm_token_type_ids": kinds}
     given = {"input_ids": torch.zeros_like(kinds), "image_grid_thw": None, **marked}
+    given["attention_mask"] = torch.ones_like(kinds)
     given |= {GRIDS[kind]: torch.tensor(grids) for kind, grids in found.items() if grids}
     if found[VIDEO_TYPE]:
         given |= _seconds(inner, meta)
     positions, _ = inner.get_rope_index(**given)
-    return tuple(tuple(axis) for axis in positions[:, 0].tolist())
+    if not torch.equal(positions, positions.long()):  # of frames that last no whole number of steps
+        raise SampleError(f"sample {meta.id!r}: {whole.model_class.__name__} gives its tokens positions between numbers")
+    return tuple(tuple(axis) for axis in positions[:, 0].long().tolist())
 
 
 def media_tokens(meta: SampleMeta, items: Sequence[MediaItem] | None = None) -> torch.Tensor:
