@@ -305,6 +305,16 @@ def test_positions_of_a_video_begin_anew_with_every_frame_where_timestamps_part_
     assert rope_positions(omni, meta, {})[0] == (0, 1, 2, 2, 5, 5, 6)
 
 
+def test_positions_that_the_model_gives_as_floats_must_be_integers(processors):
+    """Qwen3-Omni's are floats, 25 to a second of a video; a batch of integers would drop fractions without a word."""
+    whole = whole_model_of(processors("qwen3_omni_moe"))
+    meta = SampleMeta("s", 8, (placed("audio", 1, 1, 1, 1), placed("video", 2, 1, 2, 3, None, 1.0)))
+    assert rope_positions(whole, meta, {})[0] == (0, 1, 2, 3, 3, 28, 28, 29)
+    meta = replace(meta, media=(placed("video", 2, 1, 2, 3, None, 0.9),))
+    with pytest.raises(SampleError, match=r"'s': Qwen3OmniMoeThinker.* gives it positions that are no integers"):
+        rope_positions(whole, meta, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "items", "says"),

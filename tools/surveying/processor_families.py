@@ -252,8 +252,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_omni_moe": replace(
         OMNI,
-        config=lambda config: {f"thinker_config.{key}": n for key, n in qwen3_omni(config.thinker_config).items()}
-        | {"talker_config.text_config.shared_expert_intermediate_size": 64, "talker_config.spatial_merge_size": 2},
+        config=lambda config: (
+            {f"thinker_config.{key}": n for key, n in qwen3_omni(config.thinker_config).items()}
+            | {"talker_config.text_config.shared_expert_intermediate_size": 64, "talker_config.spatial_merge_size": 2}
+        ),
     ),
     "qwen3_omni_moe_thinker": replace(OMNI, like="qwen3_omni_moe", config=qwen3_omni),
     "qwen3_vl": QWEN,
