@@ -55,18 +55,20 @@ def has_plain_positions(whole: WholeModel) -> bool:
         own = {"image": lambda shape: (1, *shape)}
         try:
             found = _by_model(whole, PROBE, own)
-        except (AttributeError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, TypeError) as error:
             raise RecipeError(
-                f"{whole.pretrained}: its get_rope_index does not take images of one row per merged patch: "
-                f"{' '.join(str(error).split())}"
+                f"{whole.pretrained}: its get_rope_index does not take grids of images: {' '.join(str(error).split())}"
             ) from error
+        except (RuntimeError, ValueError, IndexError):  # of other rows than one per merged patch
+            found = ()
         whole.__dict__["_plain_positions"] = found == multimodal_positions(PROBE, own)
     return bool(whole.__dict__["_plain_positions"])
 
 
 def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> Positions:
     config = whole.config.vision_config
-    known = {item: grid for item in meta.media if (grid := grid_of(meta, item, grids)) is not None}
+    exact = has_plain_positions(whole) if meta is not PROBE else True
+    known = {item: grid for item in meta.media if (grid := grid_of(meta, item, grids, exact)) is not None}
     found: dict[int, list[tuple[int, int, int]]] = {kind: [] for kind in GRIDS}
     end = (-1, 0)
     for item, (frames, height, width) in known.items():
