@@ -21,7 +21,7 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from support import tiny_vlms
+from support import tiny_processors, tiny_vlms
 from support.can_do import can_do
 
 
@@ -343,15 +343,28 @@ def test_placed_items_whose_positions_cannot_be_told_are_refused(directory, name
         rope_positions(whole_model_of(directory(name)), SampleMeta("s", 9, tuple(items)), {})
 
 
+def test_rows_at_the_ends_of_lines_have_positions_where_the_model_knows_them(tmp_path):
+    """hy_v4_vl's images have a row more at the end of each line; its processes once died of that."""
+    path = tiny_processors.save("hy_v4_vl", tmp_path)
+    tiny_processors.change(path, "config", architectures=["HYV4VLForConditionalGeneration"])
+    whole = whole_model_of(path)
+    image = replace(placed("image", 1, 2, 4, 1), size=(1, 2, 3))
+    assert rope_positions(whole, SampleMeta("s", 10, (image,)), {}) == (
+        (0, 1, 1, 1, 1, 1, 1, 1, 1, 5),
+        (0, 1, 1, 1, 1, 2, 2, 2, 2, 5),
+        (0, 1, 2, 3, 4, 1, 2, 3, 4, 5),
+    )
+    with pytest.raises(SampleError, match="sample 's': HYV4VL.*'s get_rope_index does not take its items"):
+        rope_positions(whole, SampleMeta("s", 10, (placed("image", 1, 2, 4, 1),)), {})
+
+
 @pytest.mark.slow
-def test_positions_of_other_rows_than_patches_are_refused_by_check(tmp_path, monkeypatch):
-    """hy_v4_vl puts a row at the end of each line of an image, and its processes once died of that."""
+def test_positions_that_follow_from_something_else_than_grids_are_refused_by_check(tmp_path, monkeypatch):
+    def by_slices(self, input_ids, target_sizes, **_):
+        raise AssertionError
 
-    def longer(self, input_ids, **_):
-        raise RuntimeError("The expanded size of the tensor (29) must match the existing size (35)")
-
-    monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", longer)
-    with pytest.raises(RecipeError, match="its get_rope_index does not take images of one row per merged patch"):
+    monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", by_slices)
+    with pytest.raises(RecipeError, match="its get_rope_index does not take grids of images: .*'target_sizes'"):
         resolve(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
 
 

@@ -67,8 +67,7 @@ def has_plain_positions(whole: WholeModel) -> bool:
 
 def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> Positions:
     config = whole.config.vision_config
-    exact = has_plain_positions(whole) if meta is not PROBE else True
-    known = {item: grid for item in meta.media if (grid := grid_of(meta, item, grids, exact)) is not None}
+    known = {i: grid for i in meta.media if (grid := grid_of(meta, i, grids, of_rows=False)) is not None}
     found: dict[int, list[tuple[int, int, int]]] = {kind: [] for kind in GRIDS}
     end = (-1, 0)
     for item, (frames, height, width) in known.items():
