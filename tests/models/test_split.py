@@ -343,18 +343,28 @@ def test_placed_items_whose_positions_cannot_be_told_are_refused(directory, name
         rope_positions(whole_model_of(directory(name)), SampleMeta("s", 9, tuple(items)), {})
 
 
+def unweighted(name, class_name, path):
+    """The model of a directory with a processor and without weights."""
+    tiny_processors.change(tiny_processors.save(name, path), "config", architectures=[class_name])
+    return whole_model_of(path)
+
+
+def test_frames_that_become_one_have_one_position(tmp_path):
+    whole = unweighted("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", tmp_path)
+    clip = replace(placed("video", 2, 1, 2, 1), size=(4, 1, 2))
+    assert rope_positions(whole, SampleMeta("s", 6, (clip,)), {})[0] == (0, 1, 1, 2, 2, 3)
+
+
 def test_rows_at_the_ends_of_lines_have_positions_where_the_model_knows_them(tmp_path):
     """hy_v4_vl's images have a row more at the end of each line; its processes once died of that."""
-    path = tiny_processors.save("hy_v4_vl", tmp_path)
-    tiny_processors.change(path, "config", architectures=["HYV4VLForConditionalGeneration"])
-    whole = whole_model_of(path)
+    whole = unweighted("hy_v4_vl", "HYV4VLForConditionalGeneration", tmp_path)
     image = replace(placed("image", 1, 2, 4, 1), size=(1, 2, 3))
     assert rope_positions(whole, SampleMeta("s", 10, (image,)), {}) == (
         (0, 1, 1, 1, 1, 1, 1, 1, 1, 5),
         (0, 1, 1, 1, 1, 2, 2, 2, 2, 5),
         (0, 1, 2, 3, 4, 1, 2, 3, 4, 5),
     )
-    with pytest.raises(SampleError, match="sample 's': HYV4VL.*'s get_rope_index does not take its items"):
+    with pytest.raises(SampleError, match=r"sample 's': HYV4VL.*'s get_rope_index does not take its items"):
         rope_positions(whole, SampleMeta("s", 10, (placed("image", 1, 2, 4, 1),)), {})
 
 
@@ -364,7 +374,7 @@ def test_positions_that_follow_from_something_else_than_grids_are_refused_by_che
         raise AssertionError
 
     monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", by_slices)
-    with pytest.raises(RecipeError, match="its get_rope_index does not take grids of images: .*'target_sizes'"):
+    with pytest.raises(RecipeError, match=r"its get_rope_index does not take grids of images: .*'target_sizes'"):
         resolve(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
 
 

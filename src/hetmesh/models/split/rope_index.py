@@ -79,8 +79,6 @@ def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]
                     "between them"
                 )
             end = (position + rows, _type(item))
-        if _type(item) == VIDEO_TYPE:
-            frames *= getattr(config, "temporal_merge_size", 1)
         found[_type(item)].append((frames, *(n * config.spatial_merge_size for n in (height, width))))
     inner: Any = whole.model.get_submodule(whole.decoder.rpartition(".")[0])
     kinds = media_tokens(meta, tuple(known))
