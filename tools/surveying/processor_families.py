@@ -148,6 +148,7 @@ FAMILIES: Mapping[str, Family] = {
         }
     ),
     "ernie4_5_vl_moe": Family(
+        config={"text_config.moe_intermediate_size": [64, 32]},
         video={"draw_on_frames": False},  # else it wants a font from the Hub
         around=_around("image", "<|image_start|>", "<|image_end|>")
         | _around("video", "<|video_start|>", "<|video_end|>"),
