@@ -12,7 +12,9 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
+from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.named.qwen3_vl_text import multimodal_positions
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.rope_index import PICOSECONDS, rope_positions
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
@@ -347,6 +349,15 @@ def unweighted(name, class_name, path):
     """The model of a directory with a processor and without weights."""
     tiny_processors.change(tiny_processors.save(name, path), "config", architectures=[class_name])
     return whole_model_of(path)
+
+
+def test_a_tower_may_norm_its_rows_as_the_embedding_does(tmp_path):
+    """Muse Spark's audio tower asks its LLM for that norm, which has no weights."""
+    whole = unweighted("muse_spark", "MuseSparkForConditionalGeneration", tmp_path)
+    request = AdapterRequest(
+        "audio", media="audio", consumers=("llm",), model="hf_encoder", pretrained=whole.pretrained
+    )
+    assert HfEncoderAdapter.make(request).out_features == whole.text_config.hidden_size
 
 
 def test_frames_that_become_one_have_one_position(tmp_path):
