@@ -56,12 +56,12 @@ class PreparedMedia(RandomMedia):
         draw = np.random.default_rng(rng.randrange(2**31))
         media: dict[str, list[Any]] = {}
         for kind in sequence:
-            if isinstance(kind, str):
+            if kind:
                 media.setdefault(kind, []).append(_item(kind, rng.choice(SIZES[kind]), draw))
-            text += self.written[kind] if isinstance(kind, str) else rng.choice("abcdefgh")
+            text += self.written[kind] if kind else rng.choice("abcdefgh")
         identity = f"prepared-{self.seed}-{index}"
         made = self.processor(text, media)
-        placed = placed_items(identity, self.processor, made, [kind for kind in sequence if isinstance(kind, str)])
+        placed = placed_items(identity, self.processor, made, [kind for kind in sequence if kind])
         rows = {kind: sum(item.rows for item in placed if item.name == kind) for kind in made.units}
         meta = SampleMeta(identity, len(made.ids), placed, self.targets(index, rng, len(made.ids)))
         return meta, Sample(identity, torch.tensor(made.ids), units=made.units, unit_rows=rows)

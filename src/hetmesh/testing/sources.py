@@ -30,7 +30,6 @@ class RandomMedia:
             the one in `kinds`.
         without_targets: share of samples without a target.
         apart: every item has a text token after it, as chat templates have it.
-        around: kind -> tokens right before and after each of its items.
         length: samples in the source.
         held_out: samples of its validation split, which are others; 0: it has none.
         split: "train" or "validation".
@@ -54,7 +53,6 @@ class RandomMedia:
         largest: Mapping[str, Sequence[int]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
-        around: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
         held_out: int = 0,
         split: str = "train",
@@ -70,9 +68,7 @@ class RandomMedia:
         self.without_targets, self.apart = without_targets, apart
         self.length, self.seed = (length, str(seed)) if split == "train" else (held_out, f"{split}-{seed}")
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
-        self.around = {name: tuple(tokens) for name, tokens in (around or {}).items()}
-        self.words = 12 + len(self.placeholders)
-        self.vocab_size = max([self.words, *(1 + token for tokens in self.around.values() for token in tokens)])
+        self.words = self.vocab_size = 12 + len(self.placeholders)
 
     def __len__(self) -> int:
         return self.length
@@ -88,12 +84,12 @@ class RandomMedia:
     def _make(self, index: int) -> tuple[SampleMeta, Sample]:
         rng = random.Random(f"{self.seed}:{index}")
         sequence = self.sequence(rng)
-        ids = [self.placeholders[token] if isinstance(token, str) else token for token in sequence]
-        tokens = [token or rng.randint(len(self.placeholders) + 1, self.words - 1) for token in ids]
+        first = len(self.placeholders) + 1
+        tokens = [self.placeholders[name] if name else rng.randint(first, self.words - 1) for name in sequence]
         shapes = {name: [self._shape(name, rng) for _ in range(sequence.count(name))] for name in self.kinds}
         shapes |= {name: shapes[other] for name, other in self.same.items()}
         left = {name: iter(of_kind) for name, of_kind in shapes.items()}
-        placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
+        placed = [(at, name) for at, name in enumerate(sequence) if name]
         media = tuple(MediaItem(name, next(left[name]), at) for at, name in placed)
         stop = len(sequence)
         targets = self.targets(index, rng, stop)
@@ -103,18 +99,16 @@ class RandomMedia:
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
 
-    def sequence(self, rng: random.Random) -> list[str | int | None]:
-        """What a sample consists of: kinds of media, given tokens, and None for a token of text."""
+    def sequence(self, rng: random.Random) -> list[str | None]:
+        """What a sample consists of: kinds of media, and None for a token of text."""
         without = self.items is None and rng.random() < self.text_only
         counts = {name: 0 if without else self._count(rng) for name in self.kinds}
         counts |= {name: counts[other] for name, other in self.same.items()}
-        sequence: list[str | int | None] = [name for name, n in counts.items() for _ in range(n)]
+        sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
         sequence += [None] * rng.randint(0, self.max_text - 2)
         rng.shuffle(sequence)
         if self.apart:
             sequence = [token for name in sequence for token in ([name, None] if name else [None])]
-        if self.around:
-            sequence = [token for name in sequence for token in self._with_around(name)]
         return [*sequence, None, None]
 
     def targets(self, index: int, rng: random.Random, stop: int) -> tuple[tuple[int, int], ...]:
@@ -122,10 +116,6 @@ class RandomMedia:
         start = max(1, stop - rng.randint(1, 2))
         without = random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets
         return () if without else ((start, stop),)
-
-    def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
-        before, after = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
-        return (name,) if before is None else (before, name, after)
 
     def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
         shape = self.kinds[name]
