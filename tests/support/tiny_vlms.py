@@ -278,7 +278,9 @@ def save_inside(name: str, key: str, folder: Path) -> Path:
 
 def kept(name: str) -> Path:
     """The directory of the model `name` in this machine's folder of temporary files, made where it is missing."""
-    version = zlib.crc32(Path(__file__).read_bytes())
+    from surveying import tiny_processor
+
+    version = zlib.crc32(Path(__file__).read_bytes() + Path(tiny_processor.__file__).read_bytes())
     folder = Path(TEMPORARY, f"hetmesh-tiny-vlms-{os.getuid()}-{version:08x}")
     if not (path := folder / name).exists():
         made = save(name, folder / str(os.getpid()))
