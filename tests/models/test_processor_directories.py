@@ -61,7 +61,7 @@ def test_what_is_for_each_token_of_the_llm_is_refused_unless_it_is_made_of_token
 
 def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_processor_makes(directory):
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
-    assert adapter.call is None
+    assert adapter.item is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
 
 
@@ -125,7 +125,7 @@ def units(*frames):
     ]
     metas = [SampleMeta(each.id, 3, (MediaItem("video", (), 1, 1, (), ((1, 1),)),)) for each in samples]
     blank = {"frames": torch.ones(1, 4, 2)}
-    return UnitCalls({"video": Batching({"frames": Cat(0)}, blank, 1)}), samples, metas
+    return UnitCalls({"video": Batching({"frames": Cat(0)}, (blank,), 1)}), samples, metas
 
 
 def test_units_that_do_not_go_into_one_batch_name_their_samples():

@@ -43,9 +43,6 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
 
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of which a directory with a processor has one."""
-
 T = TypeVar("T")
 
 
@@ -300,10 +297,10 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
     {
         "image": ((60, 180), (230, 150), (90, 90)),
         "video": ((4, 64, 96), (8, 112, 84), (4, 64, 96)),
-        "audio": ((3200,), (16000,), (8000,)),
+        "audio": ((3200,), (16000,), (7200,)),
     }
 )
-"""Sizes of a small item, of a larger one, and of one more."""
+"""Sizes of a small item, of a larger one, and of one more; that of the last recording is no even number of frames."""
 
 _TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}) | {
     "text_replacement_offsets",
