@@ -1,5 +1,6 @@
 """Payloads: workers load what this process would; those that die or hang are errors that name the sample."""
 
+import errno
 import gc
 import os
 import signal
@@ -80,6 +81,18 @@ def test_the_items_of_a_request_stack_without_a_copy_and_others_with_one():
     for chosen in ([0, 1, 2, 3, 4], [4, 3], [0, 2], [1, 1], [3]):
         assert torch.equal(stacked([laid[i] for i in chosen]), torch.stack([images[i] for i in chosen]))
     assert stacked([torch.zeros(0, 2)] * 3).shape == (3, 0, 2)
+
+
+def test_memory_that_is_shared_by_name_holds_the_same():
+    """There is no descriptor through which it could be written."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        (found,) = unpacked(*packed([Sample("a", torch.arange(3), {"image": [torch.ones(2, 0), torch.ones(2, 3)]})]))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    assert found.tokens.tolist() == [0, 1, 2]
+    assert [item.tolist() for item in found.media["image"]] == [[[], []], [[1.0] * 3] * 2]
 
 
 class Fragile(DigitsSource):
@@ -185,3 +198,14 @@ def test_a_worker_that_dies_while_others_start_is_an_error(monkeypatch):
     assert signal.getsignal(signal.SIGCHLD) is before
     assert gc.get_freeze_count() == 0
     gc.freeze()
+
+
+@pytest.mark.slow
+def test_a_request_for_which_there_is_no_shared_memory_is_an_error(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    says = r"no shared memory for the next 2 samples: .* No space left on device"
+    with InWorkers(sources(), 1, 2, timeout=30.0) as workers, pytest.raises(LoaderError, match=says):
+        workers.get(wanted(1, 2))

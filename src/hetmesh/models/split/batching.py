@@ -156,7 +156,7 @@ def measure(processor: Processor, kind: str) -> Batching:
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
     small = processor(processor.written(kind), {kind: items[:1]})
-    rows = small.ids.count(processor.row_tokens[kind])
+    rows = int((small.ids == processor.row_tokens[kind]).sum())
     return Batching(rules, small.units[kind], rows, frozenset(processor.lists & rules.keys()))
 
 

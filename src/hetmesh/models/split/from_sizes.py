@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import enum
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -50,8 +49,8 @@ class FromSizes:
 
     def __init__(self, processor: Processor) -> None:
         self.processor = processor
-        self._ways: dict[str, Way | None] = {}
         self._text_arguments: dict[str, Any] = {}
+        self._found = cache(self._found_anew)
         self._replaced = lru_cache(MOST_KNOWN)(self._replaced_anew)
 
     @one_torch_thread()
@@ -69,34 +68,44 @@ class FromSizes:
 
     def way(self, kind: str) -> Way | None:
         """The first in which the same comes out, for a few sizes, as when the processor gets zeros; None: none."""
-        if kind not in self._ways:
-            self._ways[kind], token = None, self.processor.written(kind)
-            tried = []
-            for sizes in (*zip(EXAMPLES[kind], strict=False), EXAMPLES[kind][:2]):
-                text = "\na, b\n" + f"{token} c." * len(sizes) + " d \n"
-                try:
-                    tried.append((text, sizes, self.processor(text, {}, blanks={kind: sizes})))
-                except Exception:  # some take one item of a kind
+        return self._found(kind)[0]
+
+    def runs_as_one(self, kinds: Collection[str]) -> bool:
+        """Whether the processor makes the same of media of these kinds, for a few sizes, when of runs of row tokens one
+        is tokenised."""
+        return all(self._found(kind)[1] for kind in kinds)
+
+    @one_torch_thread()
+    def _found_anew(self, kind: str) -> tuple[Way | None, bool]:
+        tried, token = [], self.processor.written(kind)
+        for sizes in (*zip(EXAMPLES[kind], strict=False), EXAMPLES[kind][:2]):
+            text = "\na, b\n" + f"{token} c." * len(sizes) + " d \n"
+            with suppress(Exception):  # some take one item of a kind
+                tried.append((text, {kind: sizes}, self.processor(text, {}, blanks={kind: sizes})))
+        self._text_arguments = self.processor.text_arguments | {"return_tensors": None}
+
+        def are_like(found: Sequence[Made], keys: Sequence[str]) -> bool:
+            return all(_is_like(mine, made, keys) for mine, (*_, made) in zip(found, tried, strict=True))
+
+        for way in (Way if kind != "audio" else (Way.ZEROS,)) if tried else ():
+            with suppress(Exception), _without_warnings():  # which would be about meta tensors
+                composed = [self._composed(text, sizes, {kind: way}) for text, sizes, _ in tried]
+                if not are_like(composed, position_keys(kind)):
                     continue
-            self._text_arguments = self.processor.text_arguments | {"return_tensors": None}
-            for way in (Way if kind != "audio" else (Way.ZEROS,)) if tried else ():
-                try:
-                    with _without_warnings():  # which would be about meta tensors
-                        pairs = [(self._composed(text, {kind: s}, {kind: way}), made) for text, s, made in tried]
-                except Exception:
-                    continue
-                if all(_is_like(composed, made, position_keys(kind)) for composed, made in pairs):
-                    self._ways[kind] = way
-                    break
-        return self._ways[kind]
+                with suppress(Exception):  # some ask for more of a tokenizer's output than arrays
+                    short = [self.processor(text, {}, blanks=sizes, runs_as_one=True) for text, sizes, _ in tried]
+                    return way, are_like(short, self.processor.keys(kind))
+                return way, False
+        return None, False
 
     def _composed(self, text: str, sizes: Mapping[str, Sequence[Any]], ways: Mapping[str, Any]) -> Made:
         made = {kind: self._replaced(kind, (*map(_blank, each),), ways[kind]) for kind, each in sizes.items()}
         texts = [list(made[kind][0]) if kind in made else [] for kind in METHODS]
         (expanded,), (places,) = self.processor.own.get_text_with_replacements([text], *texts)
-        ids, starts, stops = self._tokenized(expanded, self.processor.without_bos(text))
+        arguments = self._text_arguments | self.processor.without_bos(text)
+        ids, offsets, _ = self.processor.row_runs.tokenized(expanded, arguments)
         units = {kind: unit for kind, (_, unit) in made.items()}
-        return Made(text, expanded, ids, list(zip(starts, stops, strict=True)), [*map(place_of, places)], units, [])
+        return Made(text, expanded, ids, offsets, [*map(place_of, places)], units, [])
 
     def _replaced_anew(self, kind: str, blanks: tuple[_Blank, ...], way: Way) -> tuple[tuple[str, ...], Unit]:
         """The texts in the places of media, and what positions depend on."""
@@ -113,38 +122,6 @@ class FromSizes:
             raise ValueError("the grid has no numbers")
         return tuple(texts), unit
 
-    def _tokenized(self, text: str, arguments: dict[str, Any]) -> tuple[list[int], list[int], list[int]]:
-        """Ids of a text, and where each starts and stops. Of a run of row tokens one is tokenised."""
-        times = list[int]()
-
-        def one(run: re.Match[str]) -> str:
-            times.append(len(run[0]) // len(run[1]))
-            return run[1]
-
-        short = self._runs.sub(one, text)
-        made = self.processor.tokenizer([short], **(self._text_arguments | arguments)).encodings[0]
-        ids, offsets = np.array(made.ids), np.array(made.offsets)
-        copies, lengths = np.ones(len(ids), np.int64), offsets[:, 1] - offsets[:, 0]
-        copies[np.isin(ids, self._row_ids)] = times  # raises ValueError where the tokens are not the runs
-        gained = lengths * (copies - 1)
-        further = np.cumsum(gained) - gained
-        further[~offsets.any(1)] = 0  # tokens that stand for no text
-        within = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
-        moved = np.repeat(further, copies) + within * np.repeat(lengths, copies)
-        starts, stops = (np.repeat(offsets[:, side], copies) + moved for side in (0, 1))
-        return np.repeat(ids, copies).tolist(), starts.tolist(), stops.tolist()
-
-    @cached_property
-    def _row_ids(self) -> list[int]:
-        """Of row tokens that are special ones, which a tokenizer finds before anything else."""
-        special = self.processor.tokenizer.added_tokens_decoder
-        return [token for token in set(self.processor.row_tokens.values()) if token in special]
-
-    @cached_property
-    def _runs(self) -> re.Pattern[str]:
-        texts = [re.escape(self.processor.tokenizer.added_tokens_decoder[token].content) for token in self._row_ids]
-        return re.compile(rf"({'|'.join(texts) or '(?!)'})\1*")
-
 
 def _blank(size: Any) -> _Blank:
     return _Blank((size.frames.shape, repr(size.metadata)) if isinstance(size, Clip) else tuple(size), size)
@@ -160,9 +137,9 @@ def _without_contents(item: Any) -> Any:
 
 
 def _is_like(composed: Made, made: Made, keys: Sequence[str]) -> bool:
-    mine, its = ((m.given, m.expanded, m.ids, m.offsets, m.places) for m in (composed, made))
-    values = ([unit[k].tolist() for unit in m.units.values() for k in keys if k in unit] for m in (composed, made))
-    return mine == its and next(values) == next(values)
+    mine, its = ((m.given, m.expanded, m.ids.tolist(), m.offsets.tolist(), m.places) for m in (composed, made))
+    pairs = [[unit[key] for unit in m.units.values() for key in keys if key in unit] for m in (composed, made)]
+    return mine == its and len(pairs[0]) == len(pairs[1]) and all(map(torch.equal, *pairs))
 
 
 @contextmanager

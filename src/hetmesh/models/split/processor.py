@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.files import read_object
 from hetmesh.models.config_keys import hf
 from hetmesh.models.split.made import Made, PlaceOfItem, place_of, places_between
+from hetmesh.models.split.row_runs import RowRuns
 from hetmesh.recipe.hf_families import part_of
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
@@ -92,10 +93,10 @@ class Processor:
         self.suffix = "suffix" in taken
         self._absent: dict[str, Any] = dict.fromkeys(taken.keys() & set(ARGUMENTS.values()))  # some have no default
         self._check_options()
-        self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
+        self._text, self._expanded, self._runs_as_one = "", "", False
         self._places: list[PlaceOfItem] | None = None
         self.lists = set[str]()
-        self._encoded: list[int] = []
+        self._encoded, self._offsets = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
         self.text_arguments: dict[str, Any] = {}
         self.media_arguments: dict[str, dict[str, Any]] = {}
         self._record()
@@ -117,12 +118,19 @@ class Processor:
     def _record(self) -> None:
         """Have the processor's tokenizer and its expansion of texts note what they do."""
         tokenizer, expand = self.own.tokenizer, self.own.get_text_with_replacements
+        tokenize = self._tokenize = type(tokenizer).__call__
 
         def tokenized(self_: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-            out = type(tokenizer).__mro__[1].__call__(self_, text, *args, **kwargs)
-            if isinstance(text, list) and len(text) == 1:
-                self._expanded, self.text_arguments = text[0], kwargs
-                self._encoded, self._offsets = out.encodings[0].ids, out.encodings[0].offsets
+            if not isinstance(text, list) or len(text) != 1:
+                return tokenize(self_, text, *args, **kwargs)
+            self._expanded, self.text_arguments = text[0], kwargs
+            if self._runs_as_one and not args:
+                with suppress(ValueError):  # then all of them
+                    self._encoded, self._offsets, out = self.row_runs.tokenized(text[0], kwargs)
+                    return out
+            out = tokenize(self_, text, *args, **kwargs)
+            made = out.encodings[0]
+            self._encoded, self._offsets = np.array(made.ids), np.array(made.offsets).reshape(-1, 2)
             return out
 
         def expanded(text: list[str], *replacements: Any, **named: Any) -> Any:
@@ -153,6 +161,7 @@ class Processor:
         media: Mapping[str, Sequence[Any]],
         answer: str | None = None,
         blanks: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+        runs_as_one: bool = False,
     ) -> Made:
         """Prepare one text, with as many items of each kind as it has places for. Raises whatever the processor raises.
 
@@ -160,6 +169,7 @@ class Processor:
             answer: of a processor that takes a `suffix`.
             blanks: sizes of media of which only the rows are asked for, and videos as blank clips; their units are not
                 whole.
+            runs_as_one: whether of runs of row tokens one is tokenised (`RowRuns`).
         """
         options = self.options | self.without_bos(text)
         given = {kind: [items] for kind, items in media.items() if items}
@@ -169,13 +179,16 @@ class Processor:
         if answer is not None:
             options["suffix"] = answer
         keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
-        self._text, self._places, self._offsets = text, None, []
-        out = self.own(text=[text], return_tensors="pt", **options)
-        ids = _listed(out["input_ids"][0])
+        self._text, self._places, self._runs_as_one = text, None, runs_as_one
+        try:
+            out = self.own(text=[text], return_tensors="pt", **options)
+        finally:
+            self._runs_as_one = False
+        ids = np.asarray(out["input_ids"][0])
         before = len(ids) - len(self._encoded)
-        if before < 0 or ids[before:] != self._encoded:
+        if before < 0 or not np.array_equal(ids[before:], self._encoded):
             raise ValueError(f"{type(self.own).__name__} changes tokens after its tokenizer made them")
-        offsets = [(0, 0)] * before + self._offsets
+        offsets = np.concatenate([np.zeros((before, 2), np.int64), self._offsets])
         types = out.get("token_type_ids") if answer is not None else None
         said = [bool(each) for each in types[0]] if types is not None else []
         units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
@@ -267,14 +280,20 @@ class Processor:
             made = self(self.written(kind), {kind: [self.blank(kind, EXAMPLES[kind][1])]})
             inside = [
                 i
-                for i, (a, b) in zip(made.ids, made.offsets, strict=True)
+                for i, (a, b) in zip(made.ids.tolist(), made.offsets.tolist(), strict=True)
                 if any(start < b and a < stop for start, stop in (place.after for place in made.places))
             ]
             named = [config.get(f"{kind}_token_{key}") for key in ("id", "index")]
             inside = [i for i in inside if i in named] or [i for i in inside if i in special] or inside
-            return Counter(inside or made.ids).most_common(1)[0][0]
+            return Counter(inside or made.ids.tolist()).most_common(1)[0][0]
 
         return _ByKind(self, found)
+
+    @cached_property
+    def row_runs(self) -> RowRuns:
+        """Of its row tokens."""
+        tokenize = partial(self._tokenize, self.tokenizer)
+        return RowRuns(tokenize, self.tokenizer.added_tokens_decoder, set(self.row_tokens.values()))
 
 
 class _ByKind(dict[str, T]):
@@ -309,10 +328,6 @@ _TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_tok
     "text_replacement_offsets",
     "video_metadata",
 }
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.numpy().tolist() if isinstance(values, Tensor) else list(values)
 
 
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")
