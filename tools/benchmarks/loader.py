@@ -159,7 +159,7 @@ class Plain(Dataset):
             data = file.read(image_size)
         text = self.processor.apply_chat_template(record["messages"])
         with Image.open(io.BytesIO(data)) as image:
-            made = self.processor(images=image.convert("RGB"), text=text, return_tensors="pt")
+            made = self.processor(images=image, text=text, return_tensors="pt")  # which converts it
         return made["pixel_values"][0], made["input_ids"][0].tolist()
 
 
