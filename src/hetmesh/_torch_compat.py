@@ -211,19 +211,15 @@ def _gloo_devices(interfaces: str) -> list[Any]:
 
 def shared_buffer(size: int, pieces: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
     """uint8 `[size]` in memory that other processes can map, with tensors at their offsets: one made elsewhere would be
-    copied there. Raises OSError: there is no more such memory."""
-    buffer = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
-    in_file = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    copied there. Written as a file: a page of a mapping costs more when it is first touched than the copy. Raises
+    OSError: there is no more such memory."""
+    storage = torch.UntypedStorage._new_using_fd_cpu(size)
     for start, tensor in pieces:
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        if not in_file:
-            buffer[start : start + len(data)] = data
-            continue
-        left = data.numpy().data  # written, as a page that is first touched in a mapping costs more than a copy
+        left = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
         while left:
-            done = os.pwrite(buffer.untyped_storage()._share_fd_cpu_()[0], left, start)
+            done = os.pwrite(storage._share_fd_cpu_()[0], left, start)
             left, start = left[done:], start + done
-    return buffer
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 set_group_timeout = _set_pg_timeout

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from textwrap import shorten
 from types import MappingProxyType
@@ -28,7 +29,6 @@ from hetmesh.errors import RecipeError
 from hetmesh.files import read_object
 from hetmesh.models.config_keys import hf
 from hetmesh.models.split.made import Made, PlaceOfItem, place_of, places_between
-from hetmesh.models.split.row_runs import RowRuns
 from hetmesh.recipe.hf_families import part_of
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
@@ -126,7 +126,7 @@ class Processor:
             self._expanded, self.text_arguments = text[0], kwargs
             if self._runs_as_one and not args:
                 with suppress(ValueError):  # then all of them
-                    self._encoded, self._offsets, out = self.row_runs.tokenized(text[0], kwargs)
+                    self._encoded, self._offsets, out = self.tokenized(text[0], kwargs)
                     return out
             out = tokenize(self_, text, *args, **kwargs)
             made = out.encodings[0]
@@ -169,7 +169,7 @@ class Processor:
             answer: of a processor that takes a `suffix`.
             blanks: sizes of media of which only the rows are asked for, and videos as blank clips; their units are not
                 whole.
-            runs_as_one: whether of runs of row tokens one is tokenised (`RowRuns`).
+            runs_as_one: whether of runs of row tokens one is tokenised (`tokenized`).
         """
         options = self.options | self.without_bos(text)
         given = {kind: [items] for kind, items in media.items() if items}
@@ -289,11 +289,38 @@ class Processor:
 
         return _ByKind(self, found)
 
+    def tokenized(self, text: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Ids of a text, int64 `[tokens]`, the characters that each stands for, `[tokens, 2]`, and all that its
+        tokenizer makes when it is called with `arguments`: of each run of a row token one is tokenised, and repeated.
+        Raises ValueError: its tokens are not the runs, or it may pad or cut them."""
+        pads = arguments.get("padding") == "max_length" or arguments.get("pad_to_multiple_of")
+        if pads or arguments.get("truncation"):
+            raise ValueError("what is padded or cut depends on how many tokens there are")
+        times, tensors = list[int](), arguments.get("return_tensors")
+
+        def one(run: re.Match[str]) -> str:
+            times.append(len(run[0]) // len(run[1]))
+            return run[1]
+
+        row_ids, runs = self._runs
+        made = self._tokenize(self.tokenizer, [runs.sub(one, text)], **{**arguments, "return_tensors": None})
+        ids, copies = np.array(made.encodings[0].ids), np.ones(len(made.encodings[0].ids), np.int64)
+        copies[(ids[:, None] == row_ids).any(1)] = times  # raises ValueError where they are others
+        offsets = np.repeat(np.array(made.encodings[0].offsets).reshape(-1, 2), copies, axis=0)
+        further = offsets[:, 1] - offsets[:, 0]
+        further[np.cumsum(copies) - copies] = 0  # the first of each run was there
+        offsets += (np.cumsum(further) * offsets.any(1))[:, None]  # some tokens stand for no text
+        repeated = {key: np.repeat(values, copies, axis=1) for key, values in made.items()}
+        whole = type(made)({k: v if tensors else v.tolist() for k, v in repeated.items()}, tensor_type=tensors)
+        return np.repeat(ids, copies), offsets, whole
+
     @cached_property
-    def row_runs(self) -> RowRuns:
-        """Of its row tokens."""
-        tokenize = partial(self._tokenize, self.tokenizer)
-        return RowRuns(tokenize, self.tokenizer.added_tokens_decoder, set(self.row_tokens.values()))
+    def _runs(self) -> tuple[np.ndarray, re.Pattern[str]]:
+        """Row tokens that are special ones, which a tokenizer finds before anything else, and their runs."""
+        special = self.tokenizer.added_tokens_decoder
+        known = [token for token in set(self.row_tokens.values()) if token in special]
+        texts = "|".join(re.escape(special[token].content) for token in known)
+        return np.array(known, np.int64), re.compile(rf"({texts or '(?!)'})\1*")
 
 
 class _ByKind(dict[str, T]):
