@@ -44,7 +44,7 @@ from hetmesh.models.collate import stacked
 from surveying.tiny_config import make_tiny
 from surveying.tiny_processor import default_config, fit_config, save_processor
 
-JUDGES = ("src/hetmesh/data",)
+JUDGES = ("src/hetmesh/data", *(f"src/hetmesh/models/split/{name}.py" for name in ("from_sizes", "made", "processor")))
 """What an output of it judges (`kept.py`)."""
 
 SMALLEST, LARGEST = 224, 1024
