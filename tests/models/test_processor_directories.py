@@ -79,6 +79,14 @@ def test_items_of_a_processor_that_expands_texts_its_own_way_are_between_what_is
         places_between(text, made.expanded.replace("b", "B"), {token: "image"})
 
 
+def test_a_chat_template_may_write_another_token_than_that_of_the_rows(processors):
+    processor = processor_at(processors("qianfan_ocr"), "a directory")
+    assert processor.written("image") == "<image>" != processor.own.image_token
+    made = processor("a <image> b", {"image": [processor.blank("image", (60, 90))]})
+    (item,) = placed_items("s", processor, made, ["image"])
+    assert item.rows == made.ids.count(processor.own.image_token_id) > 0
+
+
 def test_images_are_one_list_for_all_texts_where_a_list_for_each_is_refused(processors):
     flat, nested = (processor_at(processors(name), "a directory") for name in ("got_ocr2", "llava"))
     assert flat.arguments({"image": [["a", "b"], ["c"]]})["images"] == ["a", "b", "c"]

@@ -39,6 +39,12 @@ class Family:
 
 CROSS_ATTENTION = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE_IMAGES = "its images are tokens of its vocabulary, not rows"
+OMNI: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("image", "video"), ("vision_start_token_id", "vision_end_token_id")),
+        "audio": ("audio_start_token_id", "audio_end_token_id"),
+    }
+)
 NO_TOWER = "it calls no tower by get_image_features, by which hetmesh splits models"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -48,13 +54,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "llava_onevision": Family(calls={"image": "single_tiles"}),
         "qwen3_vl_moe": Family(experts=True),
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
-        "qwen2_5_omni_thinker": Family(
-            calls={"image": "patches"},
-            around={
-                **dict.fromkeys(("image", "video"), ("vision_start_token_id", "vision_end_token_id")),
-                "audio": ("audio_start_token_id", "audio_end_token_id"),
-            },
-        ),
+        "qwen2_5_omni_thinker": Family(calls={"image": "patches"}, around=OMNI),
+        "qwen3_omni_moe": Family(inside=("thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration")),
+        "qwen3_omni_moe_thinker": Family(around=OMNI),
         "qwen2_audio": Family(calls={"audio": "padded_frames"}),
         "whisper": Family(calls={"audio": "all_frames"}),
         "mllama": Family(refused=CROSS_ATTENTION),

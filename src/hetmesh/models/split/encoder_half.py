@@ -136,7 +136,7 @@ class HfEncoderAdapter(PartAdapter):
         if bare:  # an embedding's own norm, which some towers apply to their rows, too (Muse Spark)
             holder = module
             for name in self.whole.embedding.split("."):
-                holder = holder._modules.setdefault(name, nn.Module())
+                holder = holder._modules.setdefault(name, _OfLlm())
             holder._modules |= bare
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
@@ -355,6 +355,13 @@ class HfEncoderAdapter(PartAdapter):
             raise SampleError(f"{self.whole.model_class.__name__} made {len(outputs[''])} rows, {rows} were planned")
         outputs = {name: output[:rows] for name, output in outputs.items()}  # none of a blank item
         return outputs if len(outputs) > 1 else outputs[""]
+
+
+class _OfLlm(nn.Module):
+    """In the place of an LLM, or of its embedding, what that has beside weights."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return next(self.children())
 
 
 def _call(whole: WholeModel, media: str) -> ItemCall:

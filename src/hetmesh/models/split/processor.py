@@ -153,7 +153,7 @@ class Processor:
 
     def written(self, kind: str) -> str:
         """What a chat template writes for an item."""
-        return str(getattr(self.own, f"{kind}_token"))
+        return str(getattr(self.own, f"{kind}_placeholder_token", None) or getattr(self.own, f"{kind}_token"))
 
     def __call__(
         self,
