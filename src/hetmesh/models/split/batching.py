@@ -157,7 +157,7 @@ def measure(processor: Processor, kind: str) -> Batching:
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
     made = [processor(processor.written(kind), {kind: [item]}) for item in items]
-    rows, units = made[0].ids.count(processor.row_tokens[kind]), tuple(each.units[kind] for each in made)
+    rows, units = int((made[0].ids == processor.row_tokens[kind]).sum()), tuple(each.units[kind] for each in made)
     return Batching(rules, units, rows, frozenset(processor.lists & rules.keys()))
 
 
