@@ -62,6 +62,7 @@ def decoded(source, index=0):
     [
         ({"image": "0.png", "question": "what is", "answer": "a cat", "x": "y"}, {}, "<image> what is", "x"),
         ({"file_name": "0.png", "text": "a cat"}, {}, "<image>", "none"),
+        ({"": "0", "image": "0.png", "text": "a cat"}, {}, "<image>", "none"),  # as pandas writes an index
         ({"image": "0.png", "caption": "a cat"}, {"prompt": "what is"}, "<image> what is", "none"),
         ({"image": "0.png", "text": "a cat"}, {"prompt": "what <image> is"}, "what <image> is", "none"),
         (

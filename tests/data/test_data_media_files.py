@@ -171,6 +171,15 @@ def test_damaged_frames_are_not_read(videos):
     assert len(read_frames(io.BytesIO(bytes(data)), [0, 20]).pixels) == 2
 
 
+def test_frames_of_several_sizes_are_not_read_together(tmp_path):
+    """Parts of a transport stream may follow each other as they are."""
+    parts = [write_video(tmp_path / f"{height}.ts", count=4, size=(height, 64)).read_bytes() for height in (48, 64)]
+    file = io.BytesIO(b"".join(parts))
+    assert read_frames(file, [1, 3]).pixels.shape == (2, 48, 64, 3)
+    with pytest.raises(ValueError, match=r"frame 6 has \(64, 64\) pixels, those before it \(48, 64\)"):
+        read_frames(file, [1, 6])
+
+
 def test_pixels_are_counted_before_memory_is_taken(videos, monkeypatch):
     with videos["h264.mp4"].open("rb") as file:
         monkeypatch.setattr(media_files, "MOST_PIXELS", 10 * 48 * 64)
@@ -266,6 +275,8 @@ def test_recordings_have_a_bound_and_may_come_from_a_pipe(monkeypatch):
     at = wav.index(b"data") + 4
     piped = wav[:4] + b"\xff" * 4 + wav[8:at] + b"\xff" * 4 + wav[at + 4 :]
     assert recording_header(io.BytesIO(piped), 8000) == len(read_recording(io.BytesIO(piped), 8000)) == 9000
+    unpadded = write_sound("wav", "pcm_u8", np.zeros((1, 9001)), 8000)[:-1]  # its header counts an even number of bytes
+    assert recording_header(io.BytesIO(unpadded), 8000) == len(read_recording(io.BytesIO(unpadded), 8000)) == 9001
     monkeypatch.setattr(media_files, "MOST_SAMPLES", 17_999)
     assert recording_header(io.BytesIO(wav), 8000) == 9000
     for ask in (recording_header, read_recording):

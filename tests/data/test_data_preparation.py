@@ -272,6 +272,8 @@ def test_paligemmas_processor_writes_the_bos_and_takes_the_answer_apart(processo
     source = source_of(directory, media, turns)
     assert source.preparation.processor.tokenizer.bos_token_id in made["input_ids"][0]
     assert_equal(source, 0, made, ANSWERS[:1], {"pixel_values"})
+    with pytest.raises(SampleError, match=r"takes a question and its answer, got turns of \['user', .* with weights"):
+        source_of(directory, media, [turns[0], {**turns[1], "weight": 0}]).meta(0)
 
 
 @pytest.mark.parametrize("template", [True, False], ids=["a template in a file", "the template of the class"])

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from test_data_tool_calls import ASK, CALLS, QWEN3, QWEN_CALL, TOLD, TOOLS
 
-from hetmesh.data import make_source
+from hetmesh.data import make_source, media_files
+from hetmesh.errors import SampleError
 from support.data_forms import picture, write_tar
 from support.media_files import write_video
 from surveying.tiny_processor import default_config, fit_config, save_processor
@@ -66,7 +67,7 @@ def test_columns_of_a_prepared_sample(root):
     assert [data.meta(i).num_items("image") for i in range(2)] == [2, 1]
 
 
-def test_videos_of_every_form(root):
+def test_videos_of_every_form(root, monkeypatch):
     write_video(root / "clip.mp4", "mpeg4")
     turns = [{"from": "human", "value": "<video>\nRain?"}, {"from": "gpt", "value": "No."}]
     columns = {"video": "clip.mp4", "question": "Rain?", "answer": "No."}
@@ -80,3 +81,7 @@ def test_videos_of_every_form(root):
     for each, index in ((data, 0), (data, 1), (tar, 0)):
         assert said(each, index) == ["No.<|im_end|>"]
         assert [(item.name, item.rows) for item in each.meta(index).media] == [("video", data.meta(0).media[0].rows)]
+    monkeypatch.setattr(media_files, "MOST_PIXELS", 48 * 64)
+    for ask in (data.meta, data.load):
+        with pytest.raises(SampleError, match=r"clip.mp4: \d+ frames of 48 x 64 pixels are \d+, more than 3072"):
+            ask(0)

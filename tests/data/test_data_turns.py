@@ -55,6 +55,7 @@ FORMS = {
     "transformers, url": (messages({"type": "image", "url": "cat.png"}, ASK), [CAT, ASK]),
     "transformers, path": (messages({"type": "image", "path": "cat.png"}, ASK), [CAT, ASK]),
     "transformers, base64": (messages({"type": "image", "base64": "AAAA"}), [{**CAT, "image": URL}]),
+    "a data URL as base64": (messages({"type": "image", "base64": URL}), [{**CAT, "image": URL}]),
     "files of the record": (messages({"type": "image"}, ASK, images=["cat.png"]), [CAT, ASK]),
     "marks in messages": (
         {
@@ -262,6 +263,7 @@ def test_media_in_an_answer_that_the_template_rewrites_are_refused_by_check(root
             "it has more places for 'video' than files",
         ),
         ({"messages": TWICE, "system": "be terse"}, "it has 'system' beside its turns"),
+        ({"messages": TWICE, "system_prompt": "be terse"}, "it has 'system_prompt' beside its turns"),
         ({"messages": TWICE, "weight": 0}, "it has 'weight' = 0 beside its turns"),
         ({"messages": TWICE, "weight": 0.5}, "it has 'weight' = 0.5 beside its turns, which is not read; .*a loss of"),
         ({"messages": TWICE, "train": False}, "it has 'train' = False beside its turns"),
@@ -312,6 +314,9 @@ def test_values_of_turns_and_records_come_with_the_targets(root, indexed):  # no
     ]
     if indexed:
         path.unlink()
+    half = [TWICE[0], TWICE[1] | {"train": 0.5}]
+    with pytest.raises(SampleError, match=r"turn 1 has {'train': 0.5}: .* `train` true or false"):
+        source(root, {"id": "t", "messages": half, "reward": 1}, **options).meta(0)
     for wrong in (None, "much", float("inf")):
         with pytest.raises(
             SampleError, match=r"sample 't': its 'reward', which \[data.options\] values names, must be"

@@ -29,6 +29,7 @@ def write_video(
     hidden: int = 0,
     turned: tuple[int, bool] | None = None,
     sound: bool = False,
+    size: tuple[int, int] = (48, 64),
 ) -> Path:
     """A video of `pictures`, in the format of the file's name.
 
@@ -37,16 +38,17 @@ def write_video(
         hidden: frames at the beginning that an edit list leaves out, as where a phone has cut a video.
         turned: how it shall be shown: degrees against the clock, then whether mirrored.
         sound: whether it has a second of silence too.
+        size: height and width.
     """
     head = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
     with av.open(str(path), "w", options={**head, **({"avoid_negative_ts": "disabled"} if hidden else {})}) as file:
         stream: Any = file.add_stream(codec, rate=RATE, options=dict(options or {}))
-        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        (stream.height, stream.width), stream.pix_fmt = size, "yuv420p"
         if turned is not None:
             stream.set_display_rotation(*turned)
         audio: Any = file.add_stream("aac", rate=16000, layout="mono") if sound else None
         file.start_encoding()  # else nothing is written without frames
-        for i, picture in enumerate(pictures(count)):
+        for i, picture in enumerate(pictures(count, *size)):
             frame = av.VideoFrame.from_ndarray(picture, "rgb24")
             frame.pts = i
             _mux(file, stream.encode(frame), hidden)

@@ -64,8 +64,8 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
 def check_unread(record: Mapping[str, Any], joins_texts: bool) -> None:
     """Raise ValueError for what a record says and its prompt would lack: a `system` beside the turns; two texts one
     after the other, which the chat template is given as one, unless it `joins_texts` too."""
-    if record.get("system") or record.get("system_prompt"):
-        raise ValueError("it has 'system' beside its turns, which is not read; write it as the first turn")
+    if beside := next((key for key in ("system", "system_prompt") if record.get(key)), None):
+        raise ValueError(f"it has {beside!r} beside its turns, which is not read; write it as the first turn")
     for i, turn in enumerate(_turns(record) if not joins_texts else ()):
         parts = turn.get("content")
         kinds = [part.get("type") for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []

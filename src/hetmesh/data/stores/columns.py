@@ -104,10 +104,11 @@ class Columns:
         self, record: Any, inside: Mapping[str, int] | None, beside: Callable[[], Mapping[str, list[str]]] | None
     ) -> Any:
         found = self.of(record.keys())
-        turns = record.get(found.get("messages", ""))
+        given = {what: record[column] for what, column in found.items()}
+        turns = given.get("messages")
         if turns is not None and not self.named and inside is None and not isinstance(turns, str):
             return record
-        items = {kind: record.get(found.get(kind, "")) or [] for kind in MEDIA}
+        items = {kind: given.get(kind) or [] for kind in MEDIA}
         media: Mapping[str, list[Any]] = {k: item if isinstance(item, list) else [item] for k, item in items.items()}
         if inside is not None:
             media = {kind: [None] * count for kind, count in inside.items()}
@@ -115,7 +116,7 @@ class Columns:
             media = beside()
         out = {key: value for key, value in record.items() if key not in found.values()}
         out |= {kind: items for kind, items in media.items() if items}
-        out |= {"id": record[found["id"]]} if "id" in found else {}
+        out |= {"id": given["id"]} if "id" in given else {}
         if "messages" in found:
             turns = from_json(turns) if isinstance(turns, str) else turns
             return out | {"conversations" if turns and "from" in turns[0] else "messages": turns}
@@ -123,11 +124,11 @@ class Columns:
             raise ValueError(f"its caption {found['text']!r} is of nothing: it has no media, only {sorted(record)}")
         self.note(record.keys(), found)
         if "texts" in found:
-            pairs = [(turn["user"], turn["assistant"]) for turn in record[found["texts"]]]
+            pairs = [(turn["user"], turn["assistant"]) for turn in given["texts"]]
         elif "question" in found:
-            pairs = [(record[found["question"]], _answer(record[found["answer"]]))]
+            pairs = [(given["question"], _answer(given["answer"]))]
         else:
-            pairs = [(self.prompt, record[found["text"]])]
+            pairs = [(self.prompt, given["text"])]
         if wrong := [text for pair in pairs for text in pair if not isinstance(text, str)]:
             raise ValueError(f"a question, answer or caption must be a text, got {wrong[0]!r:.80}")
         out["messages"] = []
