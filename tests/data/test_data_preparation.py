@@ -320,6 +320,16 @@ def test_a_directory_without_a_template_asks_for_one(processors, media, tmp_path
         source_of(directory, media, asked())
 
 
+def test_a_conversation_of_which_the_template_writes_nothing_has_no_tokens(processors, media):
+    """It once was an IndexError."""
+    template = "{% for m in messages %}{{ m.content if m.content is string else '' }}{% endfor %}"
+    silent = [{"role": "user", "content": ""}]
+    source = source_of(processors("qwen2_5_vl"), media, silent, chat_template=template)
+    assert len(source.load(0).tokens) == 0
+    with pytest.raises(SampleError, match="sample 'talk 0': it has 0 tokens"):
+        check_meta(source.meta(0))
+
+
 def test_the_first_call_is_as_all_others(processors):
     """Names of tensors were once asked for in the middle of it, by another call, whose places it then had."""
     processor = Processor(processors("qwen2_5_vl"), "key", {})

@@ -96,3 +96,13 @@ def test_every_cast_stays_in_fp64(softmax):
     assert softmax(x).dtype == torch.float32
     with exact_dtypes(nn.Linear(2, 2).double(), every_cast=True):
         assert torch.equal(softmax(x), x.softmax(-1))
+
+
+def test_a_fused_optimizer_counts_its_steps_in_fp32_as_in_checkpoints():
+    """A run under this oracle once could not go on from its own checkpoint."""
+    model = nn.Linear(2, 2).double()
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    with exact_dtypes(model, every_cast=True):
+        model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}

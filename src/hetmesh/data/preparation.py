@@ -194,7 +194,7 @@ class Preparation:
         chosen = self._chosen(name, turns, made) if turns.answer is None else np.where(made.answer, 1, NO_TURN)
         for token in self.placeholders.values():
             chosen[made.ids == token] = NO_TURN
-        chosen[0] = NO_TURN
+        chosen[:1] = NO_TURN
         meta = SampleMeta(name, len(made.ids), placed, runs_of(chosen != NO_TURN))
         return meta, made, chosen[chosen != NO_TURN].tolist()
 

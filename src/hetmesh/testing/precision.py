@@ -72,9 +72,12 @@ def _exact_forward(name: str, module: nn.Module) -> Any:
 def _no_singles() -> Iterator[None]:
     """While it lasts, casts to fp32 are casts to fp64, also where a backward computes again. (Buffers in fp32 stay
     constants, but what is computed of them is fp64.)"""
+    zeros = torch.zeros
 
     def doubled(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if function is zeros and args == ((),):  # in which a fused optimizer counts its steps, also in checkpoints
+                return function(*args, **kwargs)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
             return function(*(torch.float64 if argument is torch.float32 else argument for argument in args), **kwargs)
