@@ -219,6 +219,25 @@ def test_what_of_a_shard_is_the_caption(root, tmp_path, members, options, asked,
     assert sample.bytes_read == sample.bytes_needed > len(PICTURES[0])
 
 
+@pytest.mark.parametrize(
+    ("record", "columns", "asked", "left"),
+    [
+        ({"image": "b.jpg", "caption": "a cat"}, {}, "<image>", ["a.jpg"]),
+        ({"talk": talk("what", "a cat")["messages"]}, {"messages": "talk"}, "what", ["a.jpg", "b.jpg"]),
+    ],
+)
+def test_a_record_of_a_shard_says_which_of_its_images_it_wants(root, tmp_path, record, columns, asked, left):  # noqa: F811
+    members = {"x.a.jpg": PICTURES[0], "x.b.jpg": PICTURES[1], "x.json": json.dumps(record).encode()}
+    source = make(root, write_tar(tmp_path / "x.tar", [members]), columns=columns)
+    assert decoded(source) == (ASKED.format(asked), SAID, 2 - len(left))
+    assert source.check_files(0) == left
+
+
+def test_a_prompt_asks_for_texts_without_media(root, rows):  # noqa: F811
+    source = make(root, rows("jsonl", [{"text": "a cat"}]), prompt="what is")
+    assert decoded(source) == (ASKED.format("what is"), SAID, 0)
+
+
 @pytest.mark.slow
 def test_marks_calls_and_nulls_of_a_table(root, rows):  # noqa: F811
     """A table gives every object all keys that one of them has; media of a text with marks lie in a column."""

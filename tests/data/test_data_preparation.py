@@ -19,6 +19,7 @@ from hetmesh.data import check_meta, make_source
 from hetmesh.data.metadata_index import build_index
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.processor import Processor
+from support.media_files import write_video
 from support.tiny_processors import change
 
 ORIENTATION = 0x0112
@@ -303,6 +304,21 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
+
+
+def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
+    """The option once was refused as data without a placeholder, and a short video as a division by zero."""
+    turns = asked(write_video(tmp_path / "clip.mp4", "mpeg4"))
+    turns[0]["content"][0]["type"] = "video"
+    given = {"do_sample_frames": True, "fps": 1}
+    few, all_of_it = (
+        source_of(processors("internvl"), tmp_path, turns, processor_options=options) for options in (given, {})
+    )
+    assert 10 * few.meta(0).media[0].rows == all_of_it.meta(0).media[0].rows
+    write_video(tmp_path / "clip.mp4", "mpeg4", count=3)
+    for ask in (few.meta, few.load):
+        with pytest.raises(SampleError, match="clip.mp4: the processor takes none of its 3 frames"):
+            ask(0)
 
 
 def test_a_weight_of_0_leaves_a_turn_out_of_the_targets(processors, media):

@@ -214,7 +214,9 @@ class Preparation:
     def _frames(self, header: VideoHeader) -> Any:
         """transformers' metadata of a video, with the frames wanted. Raises ValueError: none, or too many."""
         metadata = header.metadata()
-        indices = self.processor.wanted_frames(metadata)
+        indices = list[int]()
+        with suppress(ZeroDivisionError):  # some divide by the number of frames wanted of a short video
+            indices = self.processor.wanted_frames(metadata)
         if not indices:
             raise ValueError(f"the processor takes none of its {header.frames} frames")
         check_pixels(len(indices), header.height, header.width)

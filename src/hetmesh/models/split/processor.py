@@ -259,7 +259,7 @@ class Processor:
     def _keys(self) -> Mapping[str, tuple[str, ...]]:
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
-            out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
+            out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options | given)
             names = set(out) - _TEXT_KEYS
             lists = [name for name in names if isinstance(out[name], list)]
             self.lists |= {name for name in lists if not any(isinstance(value, Tensor) for value in out[name])}
