@@ -317,7 +317,7 @@ def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
     assert 10 * few.meta(0).media[0].rows == all_of_it.meta(0).media[0].rows
     write_video(tmp_path / "clip.mp4", "mpeg4", count=3)
     for ask in (few.meta, few.load):
-        with pytest.raises(SampleError, match="clip.mp4: the processor takes none of its 3 frames"):
+        with pytest.raises(SampleError, match=r"clip.mp4: the processor takes none of its 3 frames"):
             ask(0)
 
 
