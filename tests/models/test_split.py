@@ -424,6 +424,14 @@ def test_ranks_share_key_heads_only_where_all_attentions_repeat_keys_by_a_number
 
 
 @pytest.mark.slow
+def test_tensors_for_a_tower_that_takes_more_are_refused_and_what_to_hand_over_is_said(directory):
+    text = tiny_vlms.recipe_text(directory("qwen2_5_vl"), items="kinds = { image = [3, 8, 8] }")
+    says = r"reads 'image' as its own processor prepares them, and the data source hands over tensors; .* Sample.units"
+    with pytest.raises(RecipeError, match=says):
+        resolve(parse_recipe(text, ("--data.source", "hetmesh.testing.sources:RandomMedia")))
+
+
+@pytest.mark.slow
 def test_items_of_a_shape_that_the_tower_does_not_take_are_refused_by_check(directory):
     with pytest.raises(
         RecipeError, match=r"items of kind 'image' do not suit .*shape \(3, 8, 8\).*, got \(3, 16, 16\)"
