@@ -64,6 +64,14 @@ def test_frames_are_those_of_a_decoder_that_begins_at_the_beginning(videos, name
             assert len(set(indices)) <= read.decoded <= read.needed
 
 
+def test_hidden_frames_are_not_counted_where_fragments_leave_no_complete_index(tmp_path):
+    path = write_video(tmp_path / "a.mp4", options=OPEN, hidden=7, movflags="frag_keyframe")
+    truth = decoded(path)
+    with path.open("rb") as file:
+        assert video_header(file).frames == len(truth) < 40
+        assert np.array_equal(read_frames(file, range(len(truth))).pixels, truth)
+
+
 @pytest.mark.parametrize("name", ["h264.mp4", "h264.mkv", "h264.ts", "mpeg4.mp4"])
 def test_nothing_is_decoded_that_no_wanted_frame_depends_on(videos, name):
     with av.open(str(videos[name])) as file:

@@ -30,6 +30,7 @@ def write_video(
     turned: tuple[int, bool] | None = None,
     sound: bool = False,
     size: tuple[int, int] = (48, 64),
+    movflags: str = "faststart",
 ) -> Path:
     """A video of `pictures`, in the format of the file's name.
 
@@ -39,8 +40,9 @@ def write_video(
         turned: how it shall be shown: degrees against the clock, then whether mirrored.
         sound: whether it has a second of silence too.
         size: height and width.
+        movflags: of an mp4 file.
     """
-    head = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
+    head = {"movflags": movflags} if path.suffix == ".mp4" else {}
     with av.open(str(path), "w", options={**head, **({"avoid_negative_ts": "disabled"} if hidden else {})}) as file:
         stream: Any = file.add_stream(codec, rate=RATE, options=dict(options or {}))
         (stream.height, stream.width), stream.pix_fmt = size, "yuv420p"
