@@ -321,6 +321,15 @@ def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
             ask(0)
 
 
+def test_a_processor_that_makes_nothing_of_its_first_kind_is_refused(processors, media, monkeypatch):
+    def blank(*_):
+        raise OSError("no image of that size")
+
+    monkeypatch.setattr(Processor, "blank", blank)
+    with pytest.raises(RecipeError, match=r"\[data.options\] processor = .* no image of that size"):
+        source_of(processors("llava"), media, asked(media / "a.png"))
+
+
 def test_a_weight_of_0_leaves_a_turn_out_of_the_targets(processors, media):
     turns = asked(media / "a.png")
     source = source_of(processors("llava"), media, [turns[0], {**turns[1], "weight": 0}, *turns[2:]])
@@ -357,10 +366,12 @@ def test_the_first_call_is_as_all_others(processors):
 
 
 def test_a_recording_whose_end_the_processor_would_drop_is_refused(processors, tmp_path):
-    with wave.open(str(tmp_path / "long.wav"), "wb") as file:
-        file.setparams((1, 2, 16000, 0, "NONE", ""))
-        file.writeframes(bytes(2 * 16000 * 3))
-    source = source_of(processors("qwen2_audio"), tmp_path, asked(tmp_path / "long.wav"))
+    for name, seconds in (("whole", 2), ("long", 3)):
+        with wave.open(str(tmp_path / f"{name}.wav"), "wb") as file:
+            file.setparams((1, 2, 16000, 0, "NONE", ""))
+            file.writeframes(bytes(2 * 16000 * seconds))
+    source = source_of(processors("qwen2_audio"), tmp_path, *(asked(tmp_path / f"{n}.wav") for n in ("long", "whole")))
+    assert source.meta(1).tokens == len(source.load(1).tokens)
     for ask in (source.meta, source.load):
         with pytest.raises(
             SampleError, match=r"sample 'talk 0': .*long.wav: it lasts 3.0 s, more than the 2.0 s of Qw"

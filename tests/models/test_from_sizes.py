@@ -1,5 +1,6 @@
 """Tokens planned from sizes are those that the processor makes of the media."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.models.split.batching import random_item
-from hetmesh.models.split.from_sizes import FromSizes, Way
+from hetmesh.models.split.from_sizes import FromSizes, Way, _is_like
 from hetmesh.models.split.processor import clip, processor_at
 from support.tiny_processors import save as save_tiny_processor
 
@@ -78,3 +79,11 @@ def test_tokens_are_those_of_real_media(name: str, kind: str, data: st.DataObjec
         assert loaded.offsets.tolist() == expected.offsets.tolist()
         assert loaded.units[kind].keys() == expected.units[kind].keys()
         assert all(torch.equal(loaded.units[kind][key], tensor) for key, tensor in expected.units[kind].items())
+
+
+def test_what_lacks_a_tensor_is_not_alike() -> None:
+    processor = from_sizes("qwen2_5_vl").processor
+    made = processor(processor.written("image"), {"image": [processor.blank("image", (60, 90))]})
+    keys = ["image_grid_thw"]
+    assert _is_like(made, made, keys)
+    assert not _is_like(replace(made, units={}), made, keys)

@@ -13,7 +13,7 @@ from hetmesh.data.preparation import placed_items
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, measure, random_item
+from hetmesh.models.split.batching import Batching, Cat, Offset, Pad, _rule, measure, random_item
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.made import places_between
@@ -117,6 +117,16 @@ def test_rules_of_families(processors, family, key, rule):
         assert torch.equal(tensor, both[name]), name
 
 
+def test_numbers_that_no_rule_joins_are_refused_and_features_beside_a_mask_are_padded():
+    def rule(dtype):
+        units = tuple({"x": torch.tensor([[n]], dtype=dtype), "mask": torch.ones(1, 1)} for n in (1, 2))
+        return _rule("x", [(torch.tensor([[7], [8]], dtype=dtype), units)], SimpleNamespace(key="k", own=None))
+
+    assert rule(torch.float32) == Pad(0.0)
+    with pytest.raises(RecipeError, match="makes 'x' of two samples in a way that hetmesh does not know"):
+        rule(torch.int64)
+
+
 def units(*frames):
     """Of videos whose frames are stacked, a sample each; every one makes a row."""
     samples = [
@@ -140,6 +150,7 @@ def test_a_tower_that_makes_other_rows_than_were_planned_is_an_error_and_what_ca
     batch = calls.batch(samples, metas, 2)
     made = torch.arange(1.0, 5.0)[:, None].expand(4, 3)
     assert taken(made, batch)[:, 0].tolist() == [1, 2, 0, 0, 3, 4]
+    assert len(batch["video.frames"]) == 2
     for wrong in (made[:3], torch.cat([made, made[:1]])):
         with pytest.raises(SampleError, match=f"{len(wrong)} rows were made of media, 4 were planned"):
             taken(wrong, batch)
