@@ -37,7 +37,7 @@ def windows(schedule: Schedule, rank: int, stays: Callable[[Route], bool]) -> di
         return {}
     place = {action: i for i, action in enumerate(schedule.actions)}
     own = [i for i, action in enumerate(schedule.actions) if takes_part(action, held)]
-    room = _room(schedule, place)
+    room = room_after(schedule, place)
     found: dict[Action, int] = {}
     begin = 0
     for i in own:
@@ -55,9 +55,9 @@ def windows(schedule: Schedule, rank: int, stays: Callable[[Route], bool]) -> di
     return found
 
 
-def _room(schedule: Schedule, place: Mapping[Action, int]) -> dict[Action, int]:
+def room_after(schedule: Schedule, place: Mapping[Action, int]) -> dict[Action, int]:
     """Per forward of a stage beside that has a cap and no backward, the place after which it holds fewer microbatches
-    than its cap, if all that runs beside and comes before is over."""
+    than its cap, if all that runs beside and comes before is over. `place`: of each action; -1 is before all."""
     stages, routes = schedule.stages, schedule.routes
     found: dict[Action, int] = {}
     for stage in schedule.beside & schedule.in_flight.keys():
