@@ -50,8 +50,10 @@ def test_actions_run_piece_by_piece_in_order_and_are_over_when_they_have_to_be()
         assert seen == [(0, 0), (0, 1)]
         beside.lend(counted(3))
         assert seen == [(0, 0), (0, 1), (0, 2), (1, 0)]
+        beside.due()
         beside.finish()
         assert len(seen) == 4  # the first was over
+        beside.due()
         beside.finish()
         assert seen[-1] == (1, 2)
         beside.lend(lambda: False)
@@ -79,6 +81,7 @@ def test_each_flow_draws_and_is_where_it_was():
     with side(lambda action: found.update({8: draw(8, beside.stop)})) as beside:
         beside.submit(JOBS[0])
         found[7] = draw(7, lambda: beside.lend(counted(1)))
+        beside.due()
         beside.finish()
     for numbers, m in zip(expected, (7, 8), strict=True):
         assert all(map(torch.equal, numbers, found[m]))
@@ -136,6 +139,7 @@ def test_a_collective_of_what_runs_beside_others_is_an_error():
 
     with side(run) as beside:
         beside.submit(JOBS[1])
+        beside.due()
         with pytest.raises(BoundaryError, match=r"vision\.0 F1 in a gap of rank 0: a collective in what runs beside"):
             beside.finish()
 
@@ -194,6 +198,7 @@ def test_stops_lie_behind_every_weight_forward_and_backward():
             y = other(y)
             y.sum().backward(retain_graph=True)
             halts += 1
+        beside.due()
         beside.finish()
     assert halts == 3 + 3 + 1
     assert all(map(torch.equal, expected, (p.grad for p in tower.parameters())))

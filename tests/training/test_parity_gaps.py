@@ -11,7 +11,7 @@ from hetmesh.errors import BoundaryTimeout, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.section import FrozenDict
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime import runtime as runtime_module
+from hetmesh.runtime import Runtime, step_transfers
 from hetmesh.runtime.side import Side, _FlowState
 from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.schedule import windows
@@ -128,7 +128,7 @@ def over_nccl(rank, given):
     """Outcomes over gloo without lending, and over emulated NCCL with it and delays."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module.Runtime, "_lends", False)
+        patch.setattr(Runtime, "_lends", False)
         found.append(run(given, World.current(), 2))
     with emulated_world(EmulatedNccl(delay=0.002)) as world, drawn_lending(3) as done:
         found.append(run(given, world, 2))
@@ -154,7 +154,7 @@ def with_delays(rank, given, runs):
         execute(step, action)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module.Runtime, "_lends", False)
+        patch.setattr(Runtime, "_lends", False)
         truth = run(given, World.current(), 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepRunner, "execute", slow)
@@ -230,7 +230,7 @@ def receives_beside(rank, given):
 
     lend = Side.lend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime_module, "windows", too_much)
+        patch.setattr(step_transfers, "windows", too_much)
         patch.setattr(Side, "lend", lambda side, _: lend(side, lambda: False))
         run(given, world, 1)
 

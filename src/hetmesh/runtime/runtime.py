@@ -31,7 +31,7 @@ from hetmesh.runtime.live_bytes import LiveBytes
 from hetmesh.runtime.side import Side, Stops
 from hetmesh.runtime.step_runner import Loss, Observe, StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
-from hetmesh.schedule import Action, Kind, Schedule, windows
+from hetmesh.schedule import Action, Kind, Schedule
 
 Reducer = Callable[[], Callable[[], None]]
 """Begins to sum the gradients of a stage over its mesh; what it returns waits for the sums."""
@@ -130,8 +130,10 @@ class Runtime:
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
         ticking = nullcontext() if clock is None else clock.collectives.ticking()
         graded = torch.set_grad_enabled(schedule.training)
-        early = windows(schedule, self.world.rank, runner.stays) if schedule.in_collectives and self._lends else {}
+        early = runner.transfers.windows if schedule.in_collectives and self._lends else {}
         beginning = deque(early.items())
+        places = {place for place, action in enumerate(runner.actions) if action in early} if early else set()
+        last = {place for place in places if place + 1 not in places}  # behind these the first flow goes on
         with (
             self.world.backend.step(),
             self._forgotten_if_it_fails(),
@@ -144,7 +146,9 @@ class Runtime:
                     side.submit(beginning.popleft()[0])
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
                     if side is not None and action in early:
-                        side.finish()
+                        side.due()
+                        if place in last:
+                            side.finish()
                     elif action.kind is Kind.REDUCE:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))

@@ -69,9 +69,12 @@ class Side:
         if self._jobs and not until():
             self._hand_over(until)
 
-    def finish(self) -> None:
-        """Its next action, in order, is over when this returns. Raises what an action raised, and BoundaryTimeout."""
+    def due(self) -> None:
+        """Its next action, in order, must be over before the first flow goes on."""
         self._due += 1
+
+    def finish(self) -> None:
+        """All that is due is over when this returns. Raises what an action raised, and BoundaryTimeout."""
         if self._done < self._due:
             self._hand_over(lambda: self._done >= self._due)
 

@@ -100,11 +100,6 @@ class StepRunner:
             else:
                 self.deferred.pop((target, m)).weight_part()
 
-    def stays(self, route: Route) -> bool:
-        """Whether what travels along a route, or its gradient along a reversed one, stays where it is on every rank."""
-        forward = route.edge in self.forward_edges
-        return self.transfers.transfer(route if forward else route.reversed, forward).is_identity
-
     def _forward(self, stage: Stage, m: int) -> None:
         stages, schedule = self.schedule.stages, self.schedule
         batch = self.batches.take(stage, m)
