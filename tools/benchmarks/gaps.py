@@ -29,6 +29,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import Runtime
 from hetmesh.runtime.side import Side
 from hetmesh.runtime.step_runner import StepRunner
+from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
@@ -220,6 +221,8 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
     schedule = job.schedule(plan)
+    transfers = StepTransfers(plan, schedule, rank)
+    transfers.prepare()  # as a run does while the step before is computed
     spent: Spent = {}
 
     def step(clock: Clock, lends: bool, timed: bool = False) -> float:
@@ -243,7 +246,7 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
         ):
             dist.barrier()
             started = clock.now()
-            job.runtime.run(schedule, plan, feed, step=0)
+            job.runtime.run(schedule, plan, feed, step=0, transfers=transfers)
             return clock.now() - started
 
     return [_of_gap(gap / 1e3, rounds, step, spent, schedule) for gap in GAPS_MS] + [_empty(rounds, step)]
@@ -283,13 +286,16 @@ def _of_gap(gap: float, rounds: int, step: Callable[..., float], spent: Spent, s
         "had_work": clock.had_work,
         "pieces_ms": 1e3 * sum(beside.values()) / counted[0],
         "predicted": _predicted(
-            schedule, {action: parts for action, (_, parts) in median.items() if action in compute}
+            schedule,
+            {action: parts for action, (_, parts) in median.items() if action in compute},
+            (statistics.median(plain) - sum(compute.values())) / len(compute),
         ),
     }
 
 
-def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]]) -> float:
-    """What the simulator says of a step whose actions take what was measured."""
+def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]], overhead: float) -> float:
+    """What the simulator says of a step whose actions take what was measured. `overhead`: of the runtime, per action,
+    by steps without lending."""
     stages, each = {}, {}
     for action in parts:
         key = action.stage, action.microbatch
@@ -298,7 +304,7 @@ def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]])
         inside = [sum(s for kind, s in some if kind == "collective") for some in (forward, backward)]
         stages[key], each[key] = StageCost(seconds[0], seconds[1], 0.0, *inside), StageParts(forward, backward, ())
     beside = {stage.module for stage in schedule.beside}
-    return simulate(schedule, StepCosts(stages, parts=each), beside=beside).makespan
+    return simulate(schedule, StepCosts(stages, parts=each, action_overhead=overhead), beside=beside).makespan
 
 
 def _empty(rounds: int, step: Callable[..., float]) -> tuple[list[float], list[float]]:

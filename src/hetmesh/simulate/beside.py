@@ -1,4 +1,4 @@
-"""Encoder kernels beside collectives of the LLM: what a step would take if they shared a rank (simulated only).
+"""Encoder kernels beside collectives of the LLM: what a step would take if they shared a rank.
 
 While an LLM layer waits for a sum over its tensor parallel ranks, the rank's processors have nothing to do (Optimus,
 arXiv 2408.03505, section 4.2). Here the actions of some modules run on a second stream of their ranks, in the
