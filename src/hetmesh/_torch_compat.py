@@ -209,9 +209,17 @@ def _gloo_devices(interfaces: str) -> list[Any]:
     return [dist.ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(",")]
 
 
-def shared_buffer(size: int) -> torch.Tensor:
-    """uint8 `[size]` in memory that other processes can map: a tensor made elsewhere would be copied there."""
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+def shared_buffer(size: int, pieces: Iterable[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """uint8 `[size]` in memory that other processes can map, with tensors at their offsets: one made elsewhere would be
+    copied there. Written as a file: a page of a mapping costs more when it is first touched than the copy. Raises
+    OSError: there is no more such memory."""
+    storage = torch.UntypedStorage._new_using_fd_cpu(size)
+    for start, tensor in pieces:
+        left = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+        while left:
+            done = os.pwrite(storage._share_fd_cpu_()[0], left, start)
+            left, start = left[done:], start + done
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 set_group_timeout = _set_pg_timeout

@@ -77,19 +77,6 @@ def test_exchanges_stay_in_their_group_and_reach_their_targets():
     assert np.abs(after - target).max() < 0.1 * SCALE
 
 
-def test_exchanges_can_keep_counts_equal():
-    load = normalised(np.random.default_rng(8).integers(1, 100, (50, 2)), 12)
-    bins = longest_first(load, 12, 5)
-    for after in (
-        resplit(load, bins, 24, equal_counts=True),
-        lower_peaks(load, bins, np.array([SCALE, SCALE]), equal_counts=True),
-    ):
-        counts = (after < 50).sum(1)
-        assert counts.max() - counts.min() <= 1
-        assert sums(load, after).std(0).sum() < sums(load, bins).std(0).sum()
-    assert np.ptp((resplit(load, bins, 24) < 50).sum(1)) > 1, "without, they differ"
-
-
 def test_orders_are_judged_by_what_is_left_after_deferral(monkeypatch):
     rng = np.random.default_rng(9)
     loads = BatchLoads(("vision", "llm"), np.exp(rng.standard_normal((40, 2)) + 6).astype(np.int64))

@@ -34,13 +34,11 @@ def drawn(seed):
         lanes = rng.integers(1, 5, len(modules)).tolist()
     if rng.random() < 0.25:
         microbatches = rng.integers(1, 7, len(modules)).tolist()
-    equal = bool(rng.random() < 0.2)
     slots = Slots(
         tuple(lanes),
         tuple(microbatches),
         stages=tuple(rng.integers(1, 4, len(modules)).tolist()),
-        deferral=bool(rng.random() < 0.5) and not equal,
-        equal_counts=equal,
+        deferral=bool(rng.random() < 0.5),
         lockstep=bool(rng.random() < 0.2),
         max_tokens=tuple(_cap(rng, column, lanes[i] * microbatches[i]) for i, column in enumerate(work.T)),
         free=bool(rng.random() < 0.25),
@@ -59,7 +57,7 @@ def _cap(rng, column, bins):
 @pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
 def test_a_thousand_batches(seeds):
     rng = np.random.default_rng(0)
-    kinds = dict.fromkeys(("deferred", "capped", "three", "text", "equal", "padded", "other"), 0)
+    kinds = dict.fromkeys(("deferred", "capped", "three", "text", "padded", "other"), 0)
     for seed in seeds:
         loads, slots = drawn(seed)
         policy = NAMES[seed % len(NAMES)] if seed % 3 else "entrain"
@@ -74,7 +72,6 @@ def test_a_thousand_batches(seeds):
         kinds["capped"] += slots.capped
         kinds["three"] += len(loads.modules) == 3
         kinds["text"] += len(loads) > 0 and len(loads.modules) > 1 and not loads.work[:, :-1].any()
-        kinds["equal"] += slots.equal_counts
         kinds["padded"] += loads.pads
         kinds["other"] += found.microbatches != slots.microbatches
     assert min(kinds.values()) > len(seeds) // 40, kinds
@@ -132,20 +129,11 @@ def test_auto_counts_padding(lanes):
         assert assign(loads, slots, "auto").policy == "auto: buckets"
 
 
-def test_buckets_without_padding_or_with_equal_counts_are_sorted():
-    loads, slots = padded_loads(64), Slots((2, 2), (4, 4), equal_counts=True)
-    plain = replace(loads, padding=(0, 0))
-    for given, where in ((loads, slots), (plain, replace(slots, equal_counts=False))):
-        a, b = (assign(given, where, name) for name in ("buckets", "sorted"))
-        assert (a.microbatch == b.microbatch).all()
-        assert (a.lane == b.lane).all()
-
-
-@pytest.mark.parametrize("policy", ["two_dim", "auto", "sorted", "none", "lpt", "disttrain", "buckets"])
-def test_equal_counts_are_equal(policy):
-    loads = BatchLoads(("vision", "llm"), np.random.default_rng(0).integers(0, 1000, (96, 2)))
-    found = assign(loads, Slots((4, 4), (8, 8), equal_counts=True), policy)
-    assert all((count == 3).all() for count in found.counts)
+def test_buckets_without_padding_are_sorted():
+    loads, slots = replace(padded_loads(64), padding=(0, 0)), Slots((2, 2), (4, 4))
+    a, b = (assign(loads, slots, name) for name in ("buckets", "sorted"))
+    assert (a.microbatch == b.microbatch).all()
+    assert (a.lane == b.lane).all()
 
 
 def test_samples_without_media_spread_by_their_text():
@@ -280,8 +268,6 @@ def test_what_cannot_be_is_named():
         Slots((1, 1), (1,))
     with pytest.raises(GraphError, match="affinity"):
         Slots((2, 2), (1, 1), affinity=(np.ones((1, 2), np.int64), None))
-    with pytest.raises(GraphError, match="deferral"):
-        Slots((1, 1), (1, 1), equal_counts=True, deferral=True)
 
 
 def test_auto_takes_what_the_score_prefers(monkeypatch):

@@ -1,13 +1,19 @@
 """Digits seen and heard: tones tell the digit, metadata tells the payload, nothing depends on who asks."""
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from hetmesh.data import DigitsSource, check_meta, check_sample, make_source
+from hetmesh.data import DigitsSource, check_meta, check_sample
 from hetmesh.data.digits import data_set
-from hetmesh.data.digits_omni import BINS, FRAMES, PAIRS, OmniDigitsSource, recording
 from hetmesh.errors import RecipeError
+
+_MODULE = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "digits_omni_data.py"))
+BINS, FRAMES, PAIRS = (_MODULE[name] for name in ("BINS", "FRAMES", "PAIRS"))
+OmniDigitsSource, recording = _MODULE["OmniDigitsSource"], _MODULE["recording"]
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -38,7 +44,7 @@ def test_without_tones_they_are_the_digits():
         assert torch.equal(a.tokens, b.tokens)
         assert all(map(torch.equal, a.media.get("image", ()), b.media["image"]))
     with pytest.raises(RecipeError, match=r"tones must be in 0..1, got 2"):
-        make_source("digits_omni", tones=2)
+        OmniDigitsSource(tones=2)
 
 
 def test_tones_tell_the_digit_through_the_noise():

@@ -1,15 +1,19 @@
 """Digits in clips: answers are what the frames show, metadata tells the payload, nothing depends on who asks."""
 
+import runpy
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from hetmesh.data import check_meta, check_sample, make_source
+from hetmesh.data import check_meta, check_sample
 from hetmesh.data.digits import NOISE, data_set, images_of
-from hetmesh.data.digits_video import BLANK, KINDS, VideoDigitsSource
 from hetmesh.errors import RecipeError
+
+_MODULE = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "digits_video_data.py"))
+BLANK, KINDS, VideoDigitsSource = (_MODULE[name] for name in ("BLANK", "KINDS", "VideoDigitsSource"))
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -69,6 +73,6 @@ def test_with_a_tail_long_clips_are_rare():
 def test_what_no_clip_can_have_is_refused():
     for options, reason in (({"max_frames": 3}, "max_frames must be at least 4, got 3"), ({"split": "x"}, "no split")):
         with pytest.raises(RecipeError, match=reason):
-            make_source("digits_video", **options)
+            VideoDigitsSource(**options)
     with pytest.raises(IndexError, match="index 384 is not in"):
         VideoDigitsSource("validation").ask(384)

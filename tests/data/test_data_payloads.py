@@ -1,5 +1,6 @@
 """Payloads: workers load what this process would; those that die or hang are errors that name the sample."""
 
+import errno
 import gc
 import os
 import signal
@@ -82,14 +83,20 @@ def test_the_items_of_a_request_stack_without_a_copy_and_others_with_one():
     assert stacked([torch.zeros(0, 2)] * 3).shape == (3, 0, 2)
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 class Fragile(DigitsSource):
-    """Comes to grief at some samples: 13 cannot be read, 7 kills its process, 8 never ends."""
+    """Comes to grief at some samples: 13 cannot be read, 7 kills its process, 8 never ends, 9 has no room."""
 
     def load(self, index, kinds=None):
         if index == 13:
             raise SampleError("sample 'digits/train/13': it is broken")
         if index == 7:
             os.kill(os.getpid(), signal.SIGKILL)
+        if index == 9:
+            os.pwrite = full
         while index == 8:
             time.sleep(60)
         return super().load(index, kinds)
@@ -185,3 +192,10 @@ def test_a_worker_that_dies_while_others_start_is_an_error(monkeypatch):
     assert signal.getsignal(signal.SIGCHLD) is before
     assert gc.get_freeze_count() == 0
     gc.freeze()
+
+
+@pytest.mark.slow
+def test_a_request_for_which_there_is_no_shared_memory_is_an_error():
+    says = r"no shared memory for the next 2 samples: .* No space left on device"
+    with InWorkers(sources(), 1, 2, timeout=30.0) as workers, pytest.raises(LoaderError, match=says):
+        workers.get(wanted(1, 9))

@@ -5,6 +5,7 @@ import torch
 
 from hetmesh.data import SyntheticSource, check_meta, check_sample, make_source
 from hetmesh.errors import RecipeError
+from hetmesh.models.split.processor import processor_at
 
 SMALL = {"image_shape": (3, 8, 8), "vocab_size": 50, "image_token": 7, "text_tokens": (3, 40)}
 
@@ -23,6 +24,25 @@ def test_metadata_and_payloads_agree():
         assert 0 < low <= high < 50
         seen.add(len(meta.media))
     assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.slow
+def test_a_directorys_processor_prepares_its_images(processors):
+    directory = processors("qwen2_5_vl")
+    options = {**SMALL, "vocab_size": 512, "image_shape": (3, 64, 96), "processor": str(directory), "max_images": 2}
+    source = make_source("synthetic", **options)
+    assert source.placeholders == {"image": processor_at(directory, "").row_tokens["image"]}
+    seen = set()
+    for index in range(20):
+        meta, sample = source.meta(index), source.load(index)
+        check_meta(meta)
+        check_sample(sample, meta, source.placeholders)
+        rows = [i for item in meta.media for start, n in item.runs for i in range(start, start + n)]
+        assert (sample.tokens == source.placeholders["image"]).nonzero().flatten().tolist() == rows
+        assert sample.unit_rows.get("image", 0) == len(rows)
+        assert not source.load(index, kinds=()).units
+        seen.add(len(meta.media))
+    assert seen == {0, 1, 2}
 
 
 def test_samples_depend_on_seed_and_index_only():

@@ -76,7 +76,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REST)])
 def test_no_steps_give_the_directory_back_bit_by_bit_and_transformers_loads_it(pool, tmp_path, name):
     path = tiny_vlms.save(name, tmp_path)  # gemma3's head is its embedding
-    (path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (path / "tokenizer.model").write_text("words")
     given = recipe(path, tmp_path / "run").model_copy(update={"training": recipe(path, "x").training})
     pool(1).run(save_now, given, 0, timeout=120)
     run = saved_run(tmp_path / "run")
@@ -87,7 +87,7 @@ def test_no_steps_give_the_directory_back_bit_by_bit_and_transformers_loads_it(p
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
-    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"chat_template": "x"}'
+    assert (tmp_path / "out" / "tokenizer.model").read_text() == "words"
     model = type(tiny_vlms.build(name))
     exported, told = model.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values())

@@ -40,6 +40,8 @@ from support.tiny_exports import tensors
 
 STEPS = 20
 SAMPLES = 8
+UNEVEN = tiny_vlms.VOCAB + 3
+"""Tokens of a vocabulary."""
 """Held-out ones, which make one batch."""
 
 TOLERANCE = 2e-6
@@ -69,7 +71,7 @@ class Case:
         dtype: of the weights in the directory; norms are always in float32.
         tied: whether the head is the token embedding; None: as in `tiny_vlms`.
         hub: names of tensors are those of the hub; else of the model's own parameters.
-        vocabulary: number of tokens; two ranks share 51 unevenly.
+        vocabulary: number of tokens; two ranks share `UNEVEN` unevenly.
         projector: it is a module of its own.
         largest: file.
     """
@@ -78,7 +80,7 @@ class Case:
     dtype: str = "float32"
     tied: bool | None = None
     hub: bool = True
-    vocabulary: int = 48
+    vocabulary: int = tiny_vlms.VOCAB
     largest: str = "1GB"
     projector: bool = False
 
@@ -87,17 +89,17 @@ CASES: Mapping[str, Case] = {
     "llava": Case(SP, "bfloat16", tied=True),
     "llava_granite": Case(CP_PP, "float16", tied=True, largest="30KB"),
     "llava_cohere2": Case(FSDP, tied=False, hub=False),
-    "llava_onevision": Case(DP_TP, "bfloat16", vocabulary=51, largest="20KB"),
+    "llava_onevision": Case(DP_TP, "bfloat16", vocabulary=UNEVEN, largest="20KB"),
     "internvl": Case(FROZEN, tied=False, largest="20KB", projector=True),
     "gemma3": Case(CP_PP, "bfloat16", largest="20KB"),
-    "paligemma": Case(DP_TP, hub=False, vocabulary=51),
+    "paligemma": Case(DP_TP, hub=False, vocabulary=UNEVEN),
     "idefics3": Case(SP, hub=False),
     "smolvlm": Case(CP_PP, "bfloat16", tied=True, largest="20KB"),
-    "mistral3": Case(FSDP, "bfloat16", vocabulary=51, largest="20KB"),
+    "mistral3": Case(FSDP, "bfloat16", vocabulary=UNEVEN, largest="20KB"),
     "qwen2_5_vl": Case(CP_PP, tied=True),
     "qwen3_vl": Case(FSDP, "bfloat16", tied=True, hub=False),
     "qwen3_vl_moe": Case(MOVING, "bfloat16", largest="20KB"),
-    "glm4v": Case(SP, hub=False, vocabulary=51, largest="20KB"),
+    "glm4v": Case(SP, hub=False, vocabulary=UNEVEN, largest="20KB"),
     "qwen2_audio": Case(DP_TP, "float16", hub=False),
     "qwen2_5_omni": Case(FSDP, "bfloat16", tied=True, largest="20KB"),
 }
@@ -110,7 +112,7 @@ def drawn(seed: int) -> tuple[str, Case]:
     name = draw.choice(list(CASES))
     layouts = [*LAYOUTS, *([MOVING] * 3 if name == "qwen3_vl_moe" else [])]
     layout = draw.choice([each for each in layouts if (name, each) != ("llava_cohere2", SP)])  # which is refused
-    dtype, vocabulary = draw.choice(["float32", "bfloat16", "float16"]), draw.choice([48, 51])
+    dtype, vocabulary = draw.choice(["float32", "bfloat16", "float16"]), draw.choice([tiny_vlms.VOCAB, UNEVEN])
     tied = draw.choice([True, False]) and name != "qwen2_audio"  # whose head transformers cannot tie
     return name, Case(layout, dtype, tied, draw.random() < 0.5, vocabulary, draw.choice(["1GB", "20KB"]))
 
@@ -132,10 +134,13 @@ def build(name: str, case: Case) -> Any:
 def save(name: str, case: Case, folder: Path) -> Path:
     """The directory `folder/name`, with what lies beside weights."""
     path = folder / name
-    build(name, case).save_pretrained(path, max_shard_size=case.largest, save_original_format=case.hub)
+    model = build(name, case)
+    model.save_pretrained(path, max_shard_size=case.largest, save_original_format=case.hub)
+    tiny_vlms.save_processor(name, model.config, path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "generation_config.json").write_text('{"eos_token_id": [42, 7], "do_sample": true}')
-    (path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.25, 0.125]}')
+    if name not in tiny_vlms.PREPARED:
+        (path / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.25, 0.125]}')
     return path
 
 
@@ -245,7 +250,7 @@ def check_same(before: Path, after: Path) -> None:
     wrong = [n for n, each in theirs.items() if ours[n].dtype != each.dtype or not torch.equal(ours[n], each)]
     assert not wrong
     beside = [file for file in before.iterdir() if not file.name.startswith("model")]
-    assert len(beside) == 4
+    assert len(beside) >= 4
     for file in beside:
         same, other = file.read_bytes(), (after / file.name).read_bytes()
         assert json.loads(same) == json.loads(other) if file.name == "config.json" else same == other, file.name

@@ -38,10 +38,9 @@ def by_transformers(model, index):
     loader = model.loader(Continued(model.resolved.source, [index], [[]]))
     drawn = loader.batch(0)
     (sample,), meta = loader.load(drawn), drawn[0].meta
-    arguments = {}
+    arguments = dict(sample.units.get("image", {}))
     if items := sample.media.get("image", ()):
-        call = model.resolved.adapters["vision"].call
-        arguments = call.arguments(call.collate(list(items)))
+        arguments["pixel_values"] = torch.stack(list(items))
     kinds = media_tokens(meta)[:, :-1]
     if any("grid_thw" in name for name in arguments):
         arguments["mm_token_type_ids"] = kinds

@@ -61,7 +61,7 @@ def test_what_is_for_each_token_of_the_llm_is_refused_unless_it_is_made_of_token
 
 def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_processor_makes(directory):
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
-    assert adapter.call is None
+    assert adapter.item is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
 
 
@@ -72,11 +72,19 @@ def test_items_of_a_processor_that_expands_texts_its_own_way_are_between_what_is
     made = processor(text, {"image": [image, image]})
     assert [text[slice(*place.before)] for place in made.places] == [token, token]
     inside = [made.expanded[slice(*place.after)] for place in made.places]
-    assert [part.count(token) for part in inside] == [made.ids.count(processor.row_tokens["image"]) // 2] * 2
+    assert [part.count(token) for part in inside] == [(made.ids == processor.row_tokens["image"]).sum() // 2] * 2
     placed = placed_items("s", processor, made, ["image", "image"])
-    assert sum(item.rows for item in placed) == made.ids.count(processor.row_tokens["image"]) > 0
+    assert sum(item.rows for item in placed) == (made.ids == processor.row_tokens["image"]).sum() > 0
     with pytest.raises(ValueError, match="changes more of the text than what stands for items"):
         places_between(text, made.expanded.replace("b", "B"), {token: "image"})
+
+
+def test_a_chat_template_may_write_another_token_than_that_of_the_rows(processors):
+    processor = processor_at(processors("qianfan_ocr"), "a directory")
+    assert processor.written("image") == "<image>" != processor.own.image_token
+    made = processor("a <image> b", {"image": [processor.blank("image", (60, 90))]})
+    (item,) = placed_items("s", processor, made, ["image"])
+    assert item.rows == (made.ids == processor.own.image_token_id).sum() > 0
 
 
 def test_images_are_one_list_for_all_texts_where_a_list_for_each_is_refused(processors):
@@ -117,7 +125,7 @@ def units(*frames):
     ]
     metas = [SampleMeta(each.id, 3, (MediaItem("video", (), 1, 1, (), ((1, 1),)),)) for each in samples]
     blank = {"frames": torch.ones(1, 4, 2)}
-    return UnitCalls({"video": Batching({"frames": Cat(0)}, blank, 1)}), samples, metas
+    return UnitCalls({"video": Batching({"frames": Cat(0)}, (blank,), 1)}), samples, metas
 
 
 def test_units_that_do_not_go_into_one_batch_name_their_samples():

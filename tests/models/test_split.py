@@ -12,7 +12,9 @@ import torch
 from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MediaItem, SampleMeta
+from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.named.qwen3_vl_text import multimodal_positions
+from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.rope_index import PICOSECONDS, rope_positions
 from hetmesh.models.split.text_plan import text_plan
 from hetmesh.models.split.whole_model import whole_model
@@ -21,7 +23,7 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from support import tiny_vlms
+from support import tiny_processors, tiny_vlms
 from support.can_do import can_do
 
 
@@ -305,6 +307,16 @@ def test_positions_of_a_video_begin_anew_with_every_frame_where_timestamps_part_
     assert rope_positions(omni, meta, {})[0] == (0, 1, 2, 2, 5, 5, 6)
 
 
+def test_positions_that_the_model_gives_as_floats_must_be_integers(processors):
+    """Qwen3-Omni's are floats, 25 to a second of a video; a batch of integers would drop fractions without a word."""
+    whole = whole_model_of(processors("qwen3_omni_moe"))
+    meta = SampleMeta("s", 8, (placed("audio", 1, 1, 1, 1), placed("video", 2, 1, 2, 3, None, 1.0)))
+    assert rope_positions(whole, meta, {})[0] == (0, 1, 2, 3, 3, 28, 28, 29)
+    meta = replace(meta, media=(placed("video", 2, 1, 2, 3, None, 0.9),))
+    with pytest.raises(SampleError, match=r"'s': Qwen3OmniMoeThinker.* gives it positions that are no integers"):
+        rope_positions(whole, meta, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "items", "says"),
@@ -333,15 +345,47 @@ def test_placed_items_whose_positions_cannot_be_told_are_refused(directory, name
         rope_positions(whole_model_of(directory(name)), SampleMeta("s", 9, tuple(items)), {})
 
 
+def unweighted(name, class_name, path):
+    """The model of a directory with a processor and without weights."""
+    tiny_processors.change(tiny_processors.save(name, path), "config", architectures=[class_name])
+    return whole_model_of(path)
+
+
+def test_a_tower_may_norm_its_rows_as_the_embedding_does(tmp_path):
+    """Muse Spark's audio tower asks its LLM for that norm, which has no weights."""
+    whole = unweighted("muse_spark", "MuseSparkForConditionalGeneration", tmp_path)
+    request = AdapterRequest(
+        "audio", media="audio", consumers=("llm",), model="hf_encoder", pretrained=whole.pretrained
+    )
+    assert HfEncoderAdapter.make(request).out_features == whole.text_config.hidden_size
+
+
+def test_frames_that_become_one_have_one_position(tmp_path):
+    whole = unweighted("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", tmp_path)
+    clip = replace(placed("video", 2, 1, 2, 1), size=(4, 1, 2))
+    assert rope_positions(whole, SampleMeta("s", 6, (clip,)), {})[0] == (0, 1, 1, 2, 2, 3)
+
+
+def test_rows_at_the_ends_of_lines_have_positions_where_the_model_knows_them(tmp_path):
+    """hy_v4_vl's images have a row more at the end of each line; its processes once died of that."""
+    whole = unweighted("hy_v4_vl", "HYV4VLForConditionalGeneration", tmp_path)
+    image = replace(placed("image", 1, 2, 4, 1), size=(1, 2, 3))
+    assert rope_positions(whole, SampleMeta("s", 10, (image,)), {}) == (
+        (0, 1, 1, 1, 1, 1, 1, 1, 1, 5),
+        (0, 1, 1, 1, 1, 2, 2, 2, 2, 5),
+        (0, 1, 2, 3, 4, 1, 2, 3, 4, 5),
+    )
+    with pytest.raises(SampleError, match=r"sample 's': HYV4VL.*'s get_rope_index does not take its items"):
+        rope_positions(whole, SampleMeta("s", 10, (placed("image", 1, 2, 4, 1),)), {})
+
+
 @pytest.mark.slow
-def test_positions_of_other_rows_than_patches_are_refused_by_check(tmp_path, monkeypatch):
-    """hy_v4_vl puts a row at the end of each line of an image, and its processes once died of that."""
+def test_positions_that_follow_from_something_else_than_grids_are_refused_by_check(tmp_path, monkeypatch):
+    def by_slices(self, input_ids, target_sizes, **_):
+        raise AssertionError
 
-    def longer(self, input_ids, **_):
-        raise RuntimeError("The expanded size of the tensor (29) must match the existing size (35)")
-
-    monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", longer)
-    with pytest.raises(RecipeError, match="its get_rope_index does not take images of one row per merged patch"):
+    monkeypatch.setattr("transformers.Qwen2_5_VLModel.get_rope_index", by_slices)
+    with pytest.raises(RecipeError, match=r"its get_rope_index does not take grids of images: .*'target_sizes'"):
         resolve(recipe(tiny_vlms.save("qwen2_5_vl", tmp_path)))
 
 
@@ -367,6 +411,14 @@ def test_ranks_share_key_heads_only_where_all_attentions_repeat_keys_by_a_number
         with monkeypatch.context() as patch:
             patch.delattr(second, attribute)
             assert not any(isinstance(style, KeyHeads) for style in text_plan(whole, whole.model).plan.values())
+
+
+@pytest.mark.slow
+def test_tensors_for_a_tower_that_takes_more_are_refused_and_what_to_hand_over_is_said(directory):
+    text = tiny_vlms.recipe_text(directory("qwen2_5_vl"), items="kinds = { image = [3, 8, 8] }")
+    says = r"reads 'image' as its own processor prepares them, and the data source hands over tensors; .* Sample.units"
+    with pytest.raises(RecipeError, match=says):
+        resolve(parse_recipe(text, ("--data.source", "hetmesh.testing.sources:RandomMedia")))
 
 
 @pytest.mark.slow

@@ -291,15 +291,14 @@ def test_towers_are_found_in_whatever_their_directory_holds(tmp_path):
     for name, model in (
         ("vision alone", clip("CLIPVisionModel")),
         ("a classifier", t.SiglipForImageClassification(t.SiglipConfig(vision_config=dict(TOWER)))),
-        ("a whole model", build("qwen2_5_vl")),
+        ("a whole model", build("gemma3")),
     ):
         path = save(model, tmp_path / name)
-        shape = (3, 4, 4) if name == "a whole model" else (3, 8, 8)
-        adapters = resolve(recipe(path, llm, items=str(list(shape)))).adapters
-        rows = {"vision alone": 17, "a classifier": 16, "a whole model": 1}[name]
-        assert adapters["vision"].item_rows(shape) == rows
+        adapters = resolve(recipe(path, llm)).adapters
+        rows = {"vision alone": 17, "a classifier": 16, "a whole model": 4}[name]
+        assert adapters["vision"].item_rows((3, 8, 8)) == rows
         assert adapters["vision"].checkpoint_names
-        loaded_module(recipe(path, llm, items=str(list(shape))), adapters["vision"], "vision")
+        loaded_module(recipe(path, llm), adapters["vision"], "vision")
 
 
 @pytest.mark.slow
@@ -313,7 +312,7 @@ def test_directories_that_have_no_such_part_are_refused(directories, tmp_path):
         resolve(recipe(tower, tower))
     with pytest.raises(RecipeError, match=r"modules\.vision\.media = 'audio': SiglipModel has towers for \['image'\]"):
         resolve(recipe(tower, llm, "audio"))
-    with pytest.raises(RecipeError, match=r"images must be of shape \(3, 8, 8\).*got \(3, 16, 16\)"):
+    with pytest.raises(RecipeError, match=r"'image' items .* must be of shape \(3, 8, 8\), got \(3, 16, 16\)"):
         resolve(recipe(tower, llm, items="[3, 16, 16]"))
     sizes = {**SIZES, "vocab_size": 48}
     text = save(t.BertModel(t.BertConfig(**sizes)), tmp_path / "bert")
@@ -322,6 +321,11 @@ def test_directories_that_have_no_such_part_are_refused(directories, tmp_path):
     both_ways = save(gemma3(use_bidirectional_attention=True), tmp_path / "both ways")
     with pytest.raises(RecipeError, match="Gemma3ForCausalLM has no LLM: a decoder, whose attention is causal"):
         resolve(recipe(tower, both_ways))
+    path = save(build("qwen2_5_vl"), tmp_path / "patches")
+    with pytest.raises(
+        RecipeError, match=r"no processor of 'image', and its get_image_features takes \['image_grid_thw'"
+    ):
+        resolve(recipe(path, llm))
     maps = save(t.ConvNextModel(t.ConvNextConfig(hidden_sizes=[4] * 4, depths=[1] * 4)), tmp_path / "convnext")
     with pytest.raises(RecipeError, match=r"its last hidden state has 4 dims, not 3"):
         resolve(recipe(maps, llm, items="[3, 224, 224]"))

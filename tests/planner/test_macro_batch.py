@@ -15,10 +15,10 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import SampleMeta
 from hetmesh.planner.candidates import samples_of_batches
 from hetmesh.planner.macro_batch import (
+    AGREEING_BATCHES,
     PER_SAMPLE,
     SHARE,
     MacroBatch,
-    agreeing_batches,
     certify,
     find_drifts,
     split_ranks,
@@ -58,7 +58,7 @@ def test_e2_on_stationary_data_what_is_certified_parts_ranks_as_other_samples_do
         if not found.samples:  # the mean lies on the edge between two ways: then both were seen
             assert found.splits > 1
             continue
-        assert found.agreed == agreeing_batches() == 59
+        assert found.agreed == AGREEING_BATCHES == 59
         assert sum(found.split) == ranks
         other, _ = run_of(law, seed + 1000)
         batches = np.random.default_rng(seed).permutation(SAMPLES)[: SAMPLES // found.samples * found.samples]
@@ -263,5 +263,3 @@ def test_what_cannot_be_certified_is_an_error():
         certify(np.ones((4, 3)), ["a", "b", "c"], 2)
     with pytest.raises(HetmeshError, match="no work of"):
         certify(np.zeros((4, 2)), ["a", "b"], 2)
-    with pytest.raises(HetmeshError, match="alpha and p"):
-        agreeing_batches(0.0, 0.5)

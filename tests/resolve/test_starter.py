@@ -20,6 +20,7 @@ from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.starter_text import COMMENTS
 from support.data_forms import ANSWERS, ASKED, CAPTIONS, FORMS
 from support.tiny_directory import save_directory
+from support.tiny_vlms import VOCAB
 from surveying.tiny_processor import tiny_directory
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -151,7 +152,8 @@ def test_another_machine_gets_as_many_ranks_as_hold_the_model(root, written):
 @pytest.mark.slow
 def test_without_data_it_takes_random_ones(written):
     recipe = parse_recipe(written("--modules.vision.trainable", "false"))
-    assert (recipe.data.source, recipe.data.options["vocab_size"], recipe.world_size) == ("synthetic", 48, 1)
+    assert (recipe.data.source, recipe.data.options["vocab_size"], recipe.world_size) == ("synthetic", VOCAB, 1)
+    assert recipe.data.options["processor"] == "qwen3_vl"
     assert not recipe.modules["vision"].trainable
 
 

@@ -46,24 +46,23 @@ def lane_cases(draw: st.DrawFn):
 
 @pytest.mark.slow
 @settings(max_examples=150)
-@given(case=lane_cases(), overlap=st.booleans())
-def test_lanes_keep_every_bound_and_no_slowdown_changes_nothing(case, overlap):
+@given(case=lane_cases())
+def test_lanes_keep_every_bound_and_no_slowdown_changes_nothing(case):
     schedule, costs = case
-    timeline = simulate(schedule, costs, overlap=overlap)
+    timeline = simulate(schedule, costs)
     assert timeline.makespan >= critical_path(schedule, costs) - 1e-9
     assert timeline.makespan >= busiest_rank(schedule, costs) - 1e-9
     for held in bubbles(timeline):
         assert held.compute + held.idle == pytest.approx(timeline.makespan, abs=1e-9)
-    nearly = simulate(schedule, replace(costs, busy_slowdown=(1.0, 1.0 + 1e-13)), overlap=overlap)
+    nearly = simulate(schedule, replace(costs, busy_slowdown=(1.0, 1.0 + 1e-13)))
     assert [(s.name, s.track) for s in nearly.spans()] == [(s.name, s.track) for s in timeline.spans()]
     assert [s.start for s in nearly.spans()] == pytest.approx([s.start for s in timeline.spans()], abs=1e-9)
-    if overlap:
-        first = {}
-        for span in timeline.spans():
-            first[span.name] = min(span.start, first.get(span.name, span.start))
-        latest = latest_starts(schedule, costs, timeline.makespan).tolist()
-        for action, late in zip(schedule.actions, latest, strict=True):
-            assert late >= first.get(str(action), 0.0) - 1e-9
+    first = {}
+    for span in timeline.spans():
+        first[span.name] = min(span.start, first.get(span.name, span.start))
+    latest = latest_starts(schedule, costs, timeline.makespan).tolist()
+    for action, late in zip(schedule.actions, latest, strict=True):
+        assert late >= first.get(str(action), 0.0) - 1e-9
 
 
 @pytest.mark.slow

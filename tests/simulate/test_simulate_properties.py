@@ -91,10 +91,10 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, StepCosts]:
 
 @pytest.mark.slow
 @settings(max_examples=300)
-@given(case=cases(), overlap=st.booleans())
-def test_every_schedule_runs_through_within_its_bounds(case, overlap):
+@given(case=cases())
+def test_every_schedule_runs_through_within_its_bounds(case):
     schedule, costs = case
-    timeline = simulate(validate(schedule), costs, overlap=overlap)
+    timeline = simulate(validate(schedule), costs)
     assert timeline.makespan >= critical_path(schedule, costs)
     assert timeline.makespan >= busiest_rank(schedule, costs)
     for held in bubbles(timeline):
@@ -179,15 +179,12 @@ def test_classes_agree_with_looking_at_every_interval(case):
     case=cases(),
     slowdown=st.sampled_from([(1.0, 1.5), (1.0, 1.25, 2.0, 2.0, 4.0), (1.0, 1.0, 1.1)]),
     ranks_per_node=st.sampled_from([0, 1, 2, 4]),
-    overlap=st.booleans(),
 )
-def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_leave(
-    case, slowdown, ranks_per_node, overlap
-):
+def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_leave(case, slowdown, ranks_per_node):
     schedule, alone = case
     alone = replace(alone, action_overhead=0.0)  # which no span covers
     costs = replace(alone, busy_slowdown=slowdown, ranks_per_node=ranks_per_node)
-    timeline, before = simulate(schedule, costs, overlap=overlap), simulate(schedule, alone, overlap=overlap)
+    timeline, before = simulate(schedule, costs), simulate(schedule, alone)
     assert timeline.makespan >= before.makespan - 1e-9 or ranks_per_node != 0
     seconds = {(s.track, s.kind, s.target, s.microbatch): s.stop - s.start for s in before.spans()}
     spans = list(timeline.spans())
@@ -218,13 +215,13 @@ def test_every_action_gets_its_work_done_at_the_pace_that_its_busy_neighbours_le
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(case=cases(), overlap=st.booleans())
-def test_a_slowdown_of_one_leaves_every_second_as_it_is(case, overlap):
+@given(case=cases())
+def test_a_slowdown_of_one_leaves_every_second_as_it_is(case):
     schedule, costs = case
     nearly = replace(costs, busy_slowdown=(1.0, 1.0, 1.0 + 1e-13))
     spans = [
         (list(each.spans()), list(each.spans(transfers=True)))
-        for each in (simulate(schedule, costs, overlap=overlap), simulate(schedule, nearly, overlap=overlap))
+        for each in (simulate(schedule, costs), simulate(schedule, nearly))
     ]
     for some, others in zip(*spans, strict=True):
         assert [(s.kind, s.target, s.microbatch, s.track) for s in some] == [

@@ -80,5 +80,6 @@ def directories(draw: st.DrawFn, draft: Draft) -> None:
         tower = BLOCKS[name].partition(".encoder.")[0]
         last = (f"{tower}.post_layernorm",) if name == "gemma3" else ()
         draft.layers["vision"] = (f"{tower}.embeddings", *layers, *last, "model.multi_modal_projector")
-    items = tomli.loads(f"options = {{ {tiny_vlms.ITEMS.get(name, tiny_vlms.IMAGES)} }}")["options"]
-    random_media(draw, draft, items.pop("kinds"), **items, apart=True)
+    random_media(draw, draft, {"image": [3, 8, 8]}, apart=True)
+    draft.tables["data"]["source"], options = tiny_vlms.source_of(tiny_vlms.kept(name))
+    draft.tables["data"]["options"] |= tomli.loads(f"options = {{ {options} }}")["options"]

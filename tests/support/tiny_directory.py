@@ -22,7 +22,8 @@ def save_directory(name: str, folder: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    path = tiny_vlms.save(name, folder)
+    path = folder / name
+    tiny_vlms.build(name).save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = ["<|image_pad|>", "<|video_pad|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 TEMPORARY = tempfile.gettempdir()  # looked for now: it draws random numbers, which strategies may not
-VOCAB = 48
+VOCAB = 512
 IMAGE, VIDEO, AUDIO = 1, 40, 1
 """Token ids of the placeholders; the first one of `RandomMedia` is 1."""
 
@@ -206,7 +206,7 @@ def _qwen2_audio() -> Any:
     import transformers as t
 
     audio = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 32}
-    audio |= {"num_mel_bins": 6, "max_source_positions": 8}
+    audio |= {"num_mel_bins": 6, "max_source_positions": 50}
     config = t.Qwen2AudioConfig(audio_config=audio, text_config=_text("qwen2"), audio_token_index=AUDIO)
     return t.Qwen2AudioForConditionalGeneration(config)
 
@@ -226,6 +226,7 @@ def _qwen2_5_omni() -> Any:
         "vision_end_token_id": 44,
         "audio_start_token_id": 45,
         "audio_end_token_id": 46,
+        "user_token_id": 47,
     }
     config = t.Qwen2_5OmniThinkerConfig(vision_config=vision, audio_config=audio, text_config=text, **ids)
     return t.Qwen2_5OmniThinkerForConditionalGeneration(config)
@@ -277,7 +278,9 @@ def save_inside(name: str, key: str, folder: Path) -> Path:
 
 def kept(name: str) -> Path:
     """The directory of the model `name` in this machine's folder of temporary files, made where it is missing."""
-    version = zlib.crc32(Path(__file__).read_bytes())
+    from surveying import tiny_processor
+
+    version = zlib.crc32(Path(__file__).read_bytes() + Path(tiny_processor.__file__).read_bytes())
     folder = Path(TEMPORARY, f"hetmesh-tiny-vlms-{os.getuid()}-{version:08x}")
     if not (path := folder / name).exists():
         made = save(name, folder / str(os.getpid()))
@@ -287,17 +290,15 @@ def kept(name: str) -> Path:
 
 
 IMAGES = "kinds = { image = [3, 8, 8] }"
-CELLS = "kinds = { image = [3, 4, 4] }, largest = { image = [3, 12, 8] }"
-ITEMS: Mapping[str, str] = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), CELLS),
-    "internvl": "kinds = { image = [3, 8, 8] }, choices = { image = [[[3, 8, 8], []], [[3, 3, 8, 8], []]] }",
-    "mistral3": "kinds = { image = [3, 4, 8] }, largest = { image = [3, 12, 16] }",
-    "qwen2_5_omni": "kinds = { image = [3, 4, 4], audio = [6, 7] }, largest = { image = [3, 12, 8], audio = [6, 28] }, "
-    "around = { image = [43, 44], audio = [45, 46] }",
-    "qwen2_audio": "kinds = { audio = [6, 16] }, "
-    "choices = { audio = [[[6, 16], [7]], [[6, 16], [10]], [[6, 16], [16]]] }",
+"""Options of `RandomMedia` whose items a model takes that reads plain images."""
+
+PREPARED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("internvl", "idefics3", "smolvlm", "llava_onevision", "mistral3"), ("image",)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), ("image",)),
+    "qwen2_audio": ("audio",),
+    "qwen2_5_omni": ("image", "audio"),
 }
-"""Options of `RandomMedia` whose items a model takes, where these are not `IMAGES`."""
+"""Models whose directories have a processor, and the kinds of media that it prepares in tests."""
 
 TOWERS: Mapping[str, tuple[str, ...]] = {"qwen2_audio": ("audio",), "qwen2_5_omni": ("vision", "audio")}
 """Modules beside the LLM, of models that have others than one for images."""
@@ -317,7 +318,23 @@ def save(name: str, folder: Path) -> Path:
     """The directory `folder/name` with the model `name` in it."""
     model = build(name)
     model.save_pretrained(folder / name)
+    save_processor(name, model.config, folder / name)
     return folder / name
+
+
+def save_processor(name: str, config: Any, path: Path) -> None:
+    """Its processor beside a model that has one."""
+    from surveying import tiny_processor
+
+    if name in PREPARED:  # SmolVLM's own needs a package for the names of numbers
+        tiny_processor.save_processor("idefics3" if name == "smolvlm" else config.model_type, config, path)
+
+
+def source_of(path: Path) -> tuple[str, str]:
+    """The data source that suits the directory `path`, and its options in TOML."""
+    if path.name not in PREPARED:
+        return "hetmesh.testing.sources:RandomMedia", IMAGES
+    return "support.prepared_media:PreparedMedia", f"directory = '{path}', kinds = {list(PREPARED[path.name])}"
 
 
 def recipe_text(path: Path, more: str = "", items: str = "", **data: Any) -> str:
@@ -325,15 +342,15 @@ def recipe_text(path: Path, more: str = "", items: str = "", **data: Any) -> str
 
     Args:
         more: further tables.
-        items: a TOML value of `RandomMedia`'s `kinds` and `largest`; by default those of the directory's name.
+        items: options of `RandomMedia`, in TOML; by default those that suit the directory's name.
     """
-    given = "".join(f", {key} = {value}" for key, value in data.items())
+    source, given = source_of(path), "".join(f", {key} = {value}" for key, value in data.items())
     return f"""
 [model]
 hf_path = '{path}'
 [data]
-source = "hetmesh.testing.sources:RandomMedia"
-options = {{ {items or ITEMS.get(path.name, IMAGES)}, apart = true, max_text = 12{given} }}
+source = "{source[0]}"
+options = {{ {items or source[1]}, apart = true, max_text = 12{given} }}
 [training]
 local_batch_size = 2
 global_batch_size = 8

@@ -78,3 +78,21 @@ def test_a_norm_of_unknown_build_is_an_error():
 
     with pytest.raises(ValueError, match="'0' is a OtherRMSNorm"), exact_dtypes(nn.Sequential(OtherRMSNorm())):
         pass
+
+
+@pytest.mark.parametrize(
+    "softmax",
+    [
+        lambda x: x.softmax(dim=-1, dtype=torch.float32),  # Unlimited-OCR's router
+        lambda x: torch.softmax(x, dim=-1, dtype=torch.float32),
+        lambda x: nn.functional.softmax(x, dim=-1, dtype=torch.float32),
+        lambda x: x.float().softmax(-1),
+        lambda x: x.to(torch.float32).softmax(-1),
+        lambda x: x.type(torch.float32).softmax(-1),
+    ],
+)
+def test_every_cast_stays_in_fp64(softmax):
+    x = torch.rand(4, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert softmax(x).dtype == torch.float32
+    with exact_dtypes(nn.Linear(2, 2).double(), every_cast=True):
+        assert torch.equal(softmax(x), x.softmax(-1))

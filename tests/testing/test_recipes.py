@@ -12,9 +12,8 @@ from hetmesh.boundary import World
 from hetmesh.cli.check import checked
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
-from support import plain_digits
+from support import faults, plain_digits
 from support.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
 from support.whole_runs import Ran, check_runs, compare_runs, has_run
 

@@ -12,8 +12,8 @@ from hetmesh.errors import NonFiniteError
 from hetmesh.parallel import local_part
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing.faults import BreakGradient
 from hetmesh.training.trainer import Trainer
+from support.faults import BreakGradient
 
 pytestmark = pytest.mark.slow
 

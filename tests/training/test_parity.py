@@ -11,10 +11,10 @@ from hetmesh.balance import boundary_layouts
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing import faults
 from hetmesh.testing.bounds import minimal_elements
 from hetmesh.testing.parity import TOLERANCE, ParityError, compare, reference, run
 from hetmesh.training.job import Job
+from support import faults
 from support.often import combinations
 
 RECIPES = Path(__file__).parents[2] / "recipes"

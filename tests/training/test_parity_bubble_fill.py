@@ -12,8 +12,8 @@ from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import StepSchedules, over_in_flight, recipe_schedule
 from hetmesh.schedule import Kind
-from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference
+from support import faults
 from support.assignments import Deferred, RandomAssignment
 from support.parity_cases import INNER, OVER_BOTH_STAGES, SLICES, check, delayed_run, filled, recipe, table
 

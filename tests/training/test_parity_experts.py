@@ -6,10 +6,10 @@ from hetmesh.boundary import World
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run, run_as
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.job import Job
+from support import faults
 from support.expert_cases import CASES, MODEL, experts, recipe
 from support.parity_cases import table
 

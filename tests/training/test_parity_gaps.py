@@ -15,10 +15,10 @@ from hetmesh.runtime import Runtime, step_transfers
 from hetmesh.runtime.side import Side, _FlowState
 from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.schedule import windows
-from hetmesh.testing.drawn_lending import drawn_lending
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
 from hetmesh.testing.parity import compare, reference, run
 from support import tiny_vlms
+from support.drawn_lending import drawn_lending
 from support.parity_cases import INNER, filled, packed, table
 
 KEY = "bubble_fill_in_collectives = true"

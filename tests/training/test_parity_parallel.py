@@ -14,8 +14,8 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing import faults
 from hetmesh.testing.parity import Outcome, ParityError, compare, reference, run
+from support import faults
 from support.received_rows import received_rows
 
 pytestmark = pytest.mark.slow

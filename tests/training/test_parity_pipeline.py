@@ -2,8 +2,8 @@
 
 import pytest
 
-from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run_as
+from support import faults
 from support.parity_cases import recipe, table
 
 pytestmark = pytest.mark.slow

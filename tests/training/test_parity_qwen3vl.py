@@ -19,9 +19,9 @@ from hetmesh.models.named.qwen3_vl_text import multimodal_positions
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
+from support import faults
 from support.parity_cases import table
 
 RECIPE = """

@@ -7,8 +7,8 @@ from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.testing import faults
 from hetmesh.testing.parity import ParityError, compare, reference
+from support import faults
 from support.assignments import Deferred, RandomAssignment
 from support.parity_cases import MODEL, check, cp, delayed_run, packed, recipe, table
 

@@ -57,14 +57,12 @@ def kimi_k25(t):
     return t.Kimi_K25ForConditionalGeneration(t.Kimi_K25Config(vision_config=vision, text_config=text, **IMAGE))
 
 
-TRAINED = {
-    aya_vision: "kinds = { image = [3, 8, 8] }",
-    cohere2_vision: "kinds = { image = [3, 8, 8] }",
-    video_llama_3: "kinds = { image = [3, 2, 2] }, largest = { image = [3, 6, 4] }",
-}
+TRAINED = {aya_vision: False, cohere2_vision: False, video_llama_3: True}
+"""And whether a processor prepares their images."""
+
 REFUSED = {
-    lfm2_vl: r"its get_image_features wants \['pixel_attention_mask', 'spatial_shapes'\] too, which hetmesh does not",
-    kimi_k25: "the order in which its processor cuts images into patches cannot be measured: .* needs torchvision",
+    lfm2_vl: r"has no processor of 'image', and its get_image_features takes \['pixel_attention_mask', 'spatial",
+    kimi_k25: r"has no processor of 'image', and its get_image_features takes \['image_grid_thw'\]",
 }
 DISJOINT = """
 [parallelism.vision]
@@ -97,7 +95,9 @@ def test_the_code_names_none_of_them():
     ids=lambda make: make.__name__,
 )
 def test_they_compute_and_train_as_transformers_does(pool4, tmp_path, monkeypatch, make):
-    recipe = parse_recipe(tiny_vlms.recipe_text(saved(make, tmp_path, monkeypatch), DISJOINT, items=TRAINED[make]))
+    if TRAINED[make]:
+        monkeypatch.setattr(tiny_vlms, "PREPARED", {make.__name__: ("image",)})
+    recipe = parse_recipe(tiny_vlms.recipe_text(saved(make, tmp_path, monkeypatch), DISJOINT))
     assert self_check(recipe) < TOLERANCE
     compare(whole_reference(recipe), pool4.run(run_as, recipe, 3, None, None, timeout=120), 1e-10)
 

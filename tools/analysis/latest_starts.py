@@ -33,7 +33,7 @@ def latest_starts(schedule: Schedule, costs: StepCosts, makespan: float) -> np.n
 
     A backward pass over dependencies, each rank's order, and the order of transfers on each link (Optimus, arXiv
     2408.03505, section 4.3). It works for any policy. Transfers are beside work, as
-    in `simulate(..., overlap=True)`. Actions take the seconds of that simulation, though run later they may have other
+    in `simulate`. Actions take the seconds of that simulation, though run later they may have other
     ranks beside them (`StepCosts.busy_slowdown`). A RECV's latest start is the latest arrival. Of lanes that
     start apart (`StepCosts.lanes`) it is the first one's.
 

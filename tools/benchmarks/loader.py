@@ -44,7 +44,7 @@ from hetmesh.models.collate import stacked
 from surveying.tiny_config import make_tiny
 from surveying.tiny_processor import default_config, fit_config, save_processor
 
-JUDGES = ("src/hetmesh/data",)
+JUDGES = ("src/hetmesh/data", *(f"src/hetmesh/models/split/{name}.py" for name in ("from_sizes", "made", "processor")))
 """What an output of it judges (`kept.py`)."""
 
 SMALLEST, LARGEST = 224, 1024
@@ -159,7 +159,7 @@ class Plain(Dataset):
             data = file.read(image_size)
         text = self.processor.apply_chat_template(record["messages"])
         with Image.open(io.BytesIO(data)) as image:
-            made = self.processor(images=image.convert("RGB"), text=text, return_tensors="pt")
+            made = self.processor(images=image, text=text, return_tensors="pt")  # which converts it
         return made["pixel_values"][0], made["input_ids"][0].tolist()
 
 

@@ -98,7 +98,8 @@ def _project(folder: Path) -> None:
     """A Hugging Face directory, data for it, and the recipe that names both."""
     from PIL import Image
 
-    model = tiny_vlms.save("qwen3_vl", folder).rename(folder / "model")
+    model = folder / "model"
+    tiny_vlms.build("qwen3_vl").save_pretrained(model)
     _tokenizer(model)
     _split(model)
     qwen = {"patch_size": 2, "temporal_patch_size": 2, "merge_size": 2, "image_processor_type": "Qwen2VLImageProcessor"}

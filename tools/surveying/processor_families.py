@@ -90,6 +90,12 @@ OMNI = Family(
 )
 VISION_IDS = {"vision_start_token_id": 500, "vision_end_token_id": 501}
 """Their published configs have them, the class's defaults have not."""
+
+
+def qwen3_omni(thinker: Any) -> dict[str, int]:
+    return {**VISION_IDS, "audio_end_token_id": 502, "audio_config.output_dim": thinker.text_config.hidden_size}
+
+
 INTERNVL = Family(ids={"image_token": "<|context_image|>"})
 ROWS_AND_COLUMNS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 GOT_OCR = Family(
@@ -109,7 +115,11 @@ MUSE = Family(
     call={"return_metadata": True},
 )
 MINICPM = Family(
-    config={"image_token_id": 1, "video_token_id": 3},
+    config={
+        "image_token_id": 1,
+        "video_token_id": 3,
+        **dict.fromkeys(("insert_layer_id", "vision_config.insert_layer_id"), 2),  # a layer that there is
+    },
     image={"scale_resolution": 128},
     video={"scale_resolution": 128},
 )
@@ -138,6 +148,7 @@ FAMILIES: Mapping[str, Family] = {
         }
     ),
     "ernie4_5_vl_moe": Family(
+        config={"text_config.moe_intermediate_size": [64, 32]},
         video={"draw_on_frames": False},  # else it wants a font from the Hub
         around=_around("image", "<|image_start|>", "<|image_end|>")
         | _around("video", "<|video_start|>", "<|video_end|>"),
@@ -242,10 +253,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen3_omni_moe": replace(
         OMNI,
-        config={f"thinker_config.{key}": number for key, number in VISION_IDS.items()}
-        | {"talker_config.text_config.shared_expert_intermediate_size": 64, "talker_config.spatial_merge_size": 2},
+        config=lambda config: (
+            {f"thinker_config.{key}": n for key, n in qwen3_omni(config.thinker_config).items()}
+            | {"talker_config.text_config.shared_expert_intermediate_size": 64, "talker_config.spatial_merge_size": 2}
+        ),
     ),
-    "qwen3_omni_moe_thinker": replace(OMNI, like="qwen3_omni_moe", config=VISION_IDS),
+    "qwen3_omni_moe_thinker": replace(OMNI, like="qwen3_omni_moe", config=qwen3_omni),
     "qwen3_vl": QWEN,
     "qwen3_vl_moe": replace(QWEN, like="qwen3_vl"),
     "qwen4_exp": replace(

@@ -36,6 +36,8 @@ HEAD_KEYS = frozenset(
         "conf_num_attention_heads",
     ]
 )
+OTHER_HEAD_KEYS = frozenset(["linear_num_heads", "linear_num_key_heads", "linear_num_value_heads", "index_n_heads"])
+"""Of heads beside those of attention, which say nothing of widths."""
 WIDTH_KEYS = frozenset(["hidden_size", "d_model", "embed_dim"])
 INNER_KEYS = frozenset(
     [
@@ -49,6 +51,13 @@ INNER_KEYS = frozenset(
         "shared_expert_intermediate_size",
         "intermediate_size_mlp",
         "alignment_intermediate_size",
+        "projection_intermediate_size",
+        "shared_experts_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_hidden_size",
+        "q_lora_rank",
+        "mm_embed_dim",
+        "output_proj_dims",
     ]
 )
 EXPERT_KEYS = frozenset(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"])
@@ -159,7 +168,7 @@ def _changed(key: str, value: Any, layers: int, widths: dict[int, int], tokens: 
         return value
     if key in LAYER_KEYS:
         return min(value, LAYERS)
-    if key in HEAD_KEYS:
+    if key in HEAD_KEYS | OTHER_HEAD_KEYS:
         return min(value, HEADS)
     if key == "num_key_value_heads":
         return min(value, KV_HEADS)

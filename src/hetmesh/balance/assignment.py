@@ -101,7 +101,6 @@ class Slots:
         backward: how many times as long as its forward the backward of a module takes; empty: 2 each. 0: none.
         overhead: work that one microbatch costs beside its samples; empty: none.
         free: the number of microbatches may be another one than `microbatches`, where that is faster.
-        equal_counts: every lane and microbatch takes as many samples as every other, up to one.
         deferral: the last module may take a sample one microbatch later than the modules that feed it.
         lockstep: lanes wait for each other in every microbatch (FSDP gathers layer by layer); otherwise once a step.
         affinity: per module None, or whole numbers `[its lanes, lanes of the last module]`: how many ranks of the one
@@ -119,7 +118,6 @@ class Slots:
     backward: tuple[float, ...] = ()
     overhead: tuple[int, ...] = ()
     free: bool = False
-    equal_counts: bool = False
     deferral: bool = False
     lockstep: bool = False
     affinity: tuple[np.ndarray | None, ...] = ()
@@ -143,8 +141,6 @@ class Slots:
         for name in ("lanes", "microbatches", "stages"):
             if min(getattr(self, name)) < 1:
                 raise GraphError(f"balance: {name} must be positive, got {getattr(self, name)}")
-        if self.equal_counts and self.deferral:
-            raise GraphError("balance: deferral changes how many samples a microbatch has; not with equal counts")
         for i, affinity in enumerate(self.affinity):
             if affinity is not None and np.shape(affinity) != (self.lanes[i], self.lanes[-1]):
                 raise GraphError(

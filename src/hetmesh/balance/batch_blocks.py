@@ -146,15 +146,11 @@ def from_blocks(
 def fitted(loads: BatchLoads, blocks: BatchBlocks, block: np.ndarray) -> np.ndarray:
     """The block of each sample, changed where one holds too much. Raises GraphError: no way was found."""
     slots = blocks.slots
-    if not slots.capped and not slots.equal_counts:
+    if not slots.capped:
         return block
     caps = np.array([NO_CAP if cap is None else cap for cap in slots.max_tokens]) * np.minimum(blocks.parts.T, 1 << 20)
     caps = np.where(np.array([cap is None for cap in slots.max_tokens]), NO_CAP, caps)
-    tokens = loads.tokens
-    if slots.equal_counts:
-        caps = np.concatenate([caps, np.full((blocks.count, 1), -(-len(loads) // blocks.count))], 1)
-        tokens = np.concatenate([tokens, np.ones((len(loads), 1), np.int64)], 1)
-    found = within_caps(block, tokens, caps, blocks.normalised(loads).max(1, initial=0))
+    found = within_caps(block, loads.tokens, caps, blocks.normalised(loads).max(1, initial=0))
     if found is None:
         raise _infeasible(loads, slots)
     return found
@@ -203,20 +199,7 @@ def _split(work: np.ndarray, blocks: BatchBlocks, of_bin: np.ndarray, block: np.
     starts = np.searchsorted(of_bin[ordered], np.arange(blocks.count + 1)).tolist()
     choices = [ordered[a:b].tolist() for a, b in itertools.pairwise(starts)]
     order = np.argsort(-work, kind="stable")
-    if blocks.slots.equal_counts:
-        return _in_turn(order, block, choices)
     bins = least_loaded(order, work, choices, group=block)
     table = as_table(bins, len(of_bin), spare=1)
     load = normalised(work[:, None], len(of_bin))
     return from_table(resplit(load, table, 12, group=of_bin), len(work))
-
-
-def _in_turn(order: np.ndarray, block: np.ndarray, choices: list[list[int]]) -> np.ndarray:
-    """Equal counts: the samples of a block, weightiest first, to its bins and back (a snake)."""
-    out, seen, blocks = np.empty(len(block), np.int64), [0] * len(choices), block.tolist()
-    for sample in order.tolist():
-        bins = choices[blocks[sample]]
-        turn, place = divmod(seen[blocks[sample]], len(bins))
-        out[sample] = bins[-1 - place if turn % 2 else place]
-        seen[blocks[sample]] += 1
-    return out

@@ -28,7 +28,6 @@ def resplit(
     target: np.ndarray | None = None,
     group: np.ndarray | None = None,
     tolerance: float = 0.0,
-    equal_counts: bool = False,
     limit: np.ndarray | None = None,
     seed: int = 0,
 ) -> np.ndarray:
@@ -45,14 +44,13 @@ def resplit(
         target: int64 `[bins, modules]`: the load that each bin should have; None: equal ones.
         group: int64 `[bins]`: exchanges stay inside a group of bins; None: one group.
         tolerance: stop when no bin is further above its target, relative to `SCALE`, or holds one sample alone.
-        equal_counts: counts of samples differ by no more than one, and stay so.
         limit: int64 `[modules]`: no bin gets further beyond it than it has to (`lower_peaks`).
         seed: of the random pairs.
     """
     count, capacity = bins.shape
     if count < 2 or not capacity or not load.shape[1]:
         return bins.copy()
-    state = _State(load, bins, target, equal_counts)
+    state = _State(load, bins, target)
     enough = tolerance * SCALE + (0 if target is not None else state.excess.mean(1, keepdims=True))
     cost: Cost = (lambda _, difference, __: difference * difference) if limit is None else _guarded(limit)
     for i in range(seed, seed + rounds):
@@ -63,7 +61,7 @@ def resplit(
     return state.bins
 
 
-def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_counts: bool = False) -> np.ndarray:
+def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray) -> np.ndarray:
     """`bins` whose fullest hold less, at the price of others: squares alone trade one high bin for many good ones.
 
     Bins over the limit are paired with others, now those with least load, now random ones; what counts is the squared
@@ -73,7 +71,7 @@ def lower_peaks(load: np.ndarray, bins: np.ndarray, limit: np.ndarray, *, equal_
     count, capacity = bins.shape
     if count < 2 or not capacity:
         return bins.copy()
-    state = _State(load, bins, None, equal_counts)
+    state = _State(load, bins, None)
     bound, cost = limit[:, None].astype(np.float64), _guarded(limit)
     for i in range(PEAK_ROUNDS):
         beyond = (state.excess / bound).max(0)
@@ -102,8 +100,8 @@ class _State:
     """Bins while they are improved: `values`, float64 `[modules, samples]`, are 0 for nobody, and `excess`, float64
     `[modules, bins]`, is the load of each bin, less its target."""
 
-    def __init__(self, load: np.ndarray, bins: np.ndarray, target: np.ndarray | None, equal_counts: bool) -> None:
-        self.bins, self.samples, self.equal_counts = bins.copy(), len(load), equal_counts
+    def __init__(self, load: np.ndarray, bins: np.ndarray, target: np.ndarray | None) -> None:
+        self.bins = bins.copy()
         self.pooled = min(bins.shape[1], POOLED_SAMPLES if len(bins) < MANY_BINS else POOLED_SAMPLES - 1)
         self.values = np.zeros((load.shape[1], max(int(bins.max()) + 1, len(load))))
         self.values[:, : len(load)] = load.T
@@ -132,11 +130,6 @@ class _State:
             difference = signs @ value
             difference += rest
             total_cost += cost(m, difference, excess[m, first] + excess[m, second])
-        if self.equal_counts:
-            real = np.where(both < self.samples, 1.0, 0.0)
-            rest = (bins[first] < self.samples).sum(1) - real[:pooled].sum(0)
-            rest -= (bins[second] < self.samples).sum(1) - real[pooled:].sum(0)
-            total_cost[np.abs(signs @ real + rest) > 1] = np.inf
         new = np.take_along_axis(both, members[:, total_cost.argmin(0)], 0)
         bins[first[:, None], mine] = new[:pooled].T
         bins[second[:, None], theirs] = new[pooled:].T

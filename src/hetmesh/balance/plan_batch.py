@@ -39,7 +39,6 @@ class BalanceOptions:
         free: whether the number of microbatches may be another one than the batch sizes say.
         deferral: whether the sink may take samples one microbatch late.
         split_deferred: whether what is deferred of an encoder's microbatch is one of its own (`split_deferred`).
-        equal_counts: whether every lane and microbatch has as many samples as every other.
         lengths: what steps take (`Slots`).
     """
 
@@ -50,7 +49,6 @@ class BalanceOptions:
     free: bool = False
     deferral: bool = False
     split_deferred: bool = False
-    equal_counts: bool = False
     microbatch_shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lengths: Lengths | None = None
 
@@ -131,7 +129,6 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         overhead=tuple(_overhead(graph, balance, name) for name in own),
         backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
-        equal_counts=balance.equal_counts,
         deferral=balance.deferral,
         lockstep=graph.sink.lanes_together > 1,
         affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),

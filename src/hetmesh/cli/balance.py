@@ -20,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", metavar="N", type=int, default=4, help="global batches to draw (default 4)")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
     parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
-    parser.add_argument("--png", metavar="FILE", help="also draw it (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
@@ -28,13 +27,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Balance the batches in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
-    from hetmesh.report.balance_text import balance_text, save_balance
+    from hetmesh.report.balance_text import balance_text
     from hetmesh.report.balance_view import balance_view
     from hetmesh.resolve.resolved import resolve
 
     given = {"machine": args.machine, "profile": args.profile}
     view = balance_view(resolve(recipe), lengths=args.lengths, batches=args.batches, **given)
-    if args.png:
-        save_balance(view, args.png)
     print(to_json(view.as_json(), indent=2) if args.json else balance_text(view))
     return 0

@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phase", metavar="N", type=int, help="plan for one phase of the data alone, 1 for the first")
     parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
     parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
-    parser.add_argument("--png", metavar="FILE", help="draw these steps, as .png or .svg (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
@@ -85,8 +84,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)
         return 1
-    if args.png or (args.draw and not args.json):
-        _draw(problem, found, args)
+    if args.draw and not args.json:
+        _draw(problem, found)
     if args.write:
         text = planned_text(recipe, read_text(args.recipe), overrides, problem, found.fastest.plan)
         with writing(Path(args.write)):
@@ -98,17 +97,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _draw(problem: Problem, found: Found, args: argparse.Namespace) -> None:
+def _draw(problem: Problem, found: Found) -> None:
     """The simulated step of the best layout of each placement, all on one axis of time."""
     from hetmesh.planner.predict import MIN_LANES, Predictor
-    from hetmesh.report.gantt import save_gantt
     from hetmesh.report.timeline_text import gantt_text, headline
 
     predictor = Predictor(problem, lanes=MIN_LANES)
     steps = {name: predictor.timelines(best[0].plan)[0] for name, best in found.best.items() if best}
-    if args.png:
-        save_gantt(steps, args.png, f"{problem.ranks} ranks of {problem.machine.name}")
-    if args.draw and not args.json:
-        width, longest = shutil.get_terminal_size((120, 24)).columns, max(step.makespan for step in steps.values())
-        for name, step in steps.items():
-            print(f"\n{name}, some of the lanes: {headline(step)}\n{gantt_text(step, width, longest)}")
+    width, longest = shutil.get_terminal_size((120, 24)).columns, max(step.makespan for step in steps.values())
+    for name, step in steps.items():
+        print(f"\n{name}, some of the lanes: {headline(step)}\n{gantt_text(step, width, longest)}")

@@ -17,6 +17,9 @@ import numpy as np
 _MISS_COST = 100.0
 """What missing the balance by one slack costs, in runs: balance first, then few runs."""
 
+_TOLERANCE = 0.0045
+"""Most work of a rank over the mean, less one, that is left alone."""
+
 _SPLIT_TOLERANCES = 0.75
 """What one split may miss, in tolerances. Splits halve what is missed, and swaps remove what is too much."""
 
@@ -25,23 +28,20 @@ _SPARE_BLOCKS = 3  # blocks by which an arc may be shorter or longer than its sh
 _END_BLOCKS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
-def balanced(
-    work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02, tolerance: float = 0.0045
-) -> np.ndarray:
+def balanced(work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02) -> np.ndarray:
     """The rank of every block, int64 [blocks].
 
     Args:
         work: cost of each block; whole numbers, whose sums do not depend on the machine.
         tokens: rows of each block; all alike but the last, which may have fewer.
         token_cap: most tokens of a rank over the mean, where whole blocks allow it.
-        tolerance: most work of a rank over the mean, less one, that is left alone.
     """
     blocks = len(work)
     if not blocks:
         return np.zeros(0, np.int64)
     mean_tokens = int(tokens.sum()) / ranks
     limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
-    slack = max(tolerance * float(work.sum()) / ranks, 1e-9)
+    slack = max(_TOLERANCE * float(work.sum()) / ranks, 1e-9)
     work = work.astype(np.float64)
     cut = 1 + work * (blocks / max(work.sum(), slack))
     circle = _Circle(work, cut, limit, slack * _SPLIT_TOLERANCES)

@@ -283,7 +283,9 @@ class Chat:
         return blank + max(ends) if ends else 0
 
 
-def runs_of(chosen: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+def runs_of(chosen: Sequence[bool] | np.ndarray) -> tuple[tuple[int, int], ...]:
     """`[start, stop)` of the runs of True."""
-    edges = np.flatnonzero(np.diff(np.array(chosen, bool), prepend=False, append=False)).tolist()
+    among = np.zeros(len(chosen) + 2, bool)
+    among[1:-1] = chosen
+    edges = np.flatnonzero(among[1:] != among[:-1]).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))

@@ -30,7 +30,7 @@ from hetmesh.data.turns import DATA_URL, MARKS, check_unread, further_of, is_fil
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
-from hetmesh.models.split.processor import PROCESSOR_FILES
+from hetmesh.recipe.hf_path import PROCESSOR_FILES
 
 KINDS = ("image", "video", "audio")
 SETTINGS_FILES = (

@@ -45,6 +45,8 @@ from hetmesh.models.split.rope_index import PICOSECONDS
 Media = Sequence[tuple[str, Blob]]
 """Kind and file of each item, in order."""
 
+NO_TURN = -1
+
 
 @dataclass(frozen=True)
 class Turns:
@@ -103,7 +105,6 @@ class Preparation:
         for kind in kinds:  # one that it cannot make hinders no others: the module that reads it says why
             with one_torch_thread(), nullcontext() if kind == kinds[0] else suppress(RecipeError):
                 self.placeholders[kind] = self.processor.row_tokens[kind]
-        self._rows = frozenset(self.placeholders.values())
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
         """A conversation of `(role, text)` turns. Raises SampleError: template or processor do not take it."""
@@ -149,7 +150,7 @@ class Preparation:
         units = {kind: unit for kind, unit in made.units.items() if wants(kinds, kind)}
         rows = {kind: sum(item.rows for item in meta.media if item.name == kind) for kind in units}
         values = {k: torch.tensor([of[t] for t in turn_of], dtype=torch.float64) for k, of in turns.values.items()}
-        return Sample(meta.id, torch.tensor(made.ids), units=units, unit_rows=rows, values=values)
+        return Sample(meta.id, torch.from_numpy(made.ids), units=units, unit_rows=rows, values=values)
 
     def _prepared(
         self, name: str, turns: Turns, media: Media, kinds: Collection[str] | None
@@ -180,7 +181,8 @@ class Preparation:
     ) -> tuple[SampleMeta, Made, list[int]]:
         try:
             if items:
-                made = self.processor(turns.text, items, turns.answer, blanks)
+                runs_as_one = turns.answer is None and self._from_sizes.runs_as_one({*items, *blanks})
+                made = self.processor(turns.text, items, turns.answer, blanks, runs_as_one)
             else:
                 made = self._from_sizes(turns.text, blanks, turns.answer)
         except Exception as error:  # whatever a processor raises
@@ -189,15 +191,12 @@ class Preparation:
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         placed = placed_items(name, self.processor, made, order)
-        if turns.answer is not None:
-            said = [yes and token not in self._rows for yes, token in zip(made.answer, made.ids, strict=True)]
-            chosen = [1 if yes else None for yes in said]
-        else:
-            chosen = self._chosen(name, turns, made)
-        chosen[0] = None
-        targets = runs_of([turn is not None for turn in chosen])
-        meta = SampleMeta(name, len(made.ids), placed, targets)
-        return meta, made, [turn for turn in chosen if turn is not None]
+        chosen = self._chosen(name, turns, made) if turns.answer is None else np.where(made.answer, 1, NO_TURN)
+        for token in self.placeholders.values():
+            chosen[made.ids == token] = NO_TURN
+        chosen[0] = NO_TURN
+        meta = SampleMeta(name, len(made.ids), placed, runs_of(chosen != NO_TURN))
+        return meta, made, chosen[chosen != NO_TURN].tolist()
 
     def opened(self, kind: str, blob: Blob, data: bytes) -> Any:
         """An item as the processor takes it. Raises OSError, ValueError: it cannot be read."""
@@ -258,9 +257,8 @@ class Preparation:
         made = [self.processor(text, {}, blanks={"audio": [(n * most,)]}) for n in (1, 2)]
         return len(made[0].ids) == len(made[1].ids)
 
-    def _chosen(self, name: str, turns: Turns, made: Made) -> list[int | None]:
-        """The turn of each token that is a target: it stands for a part of a span, wherever it has moved, and for no
-        item. None of the others."""
+    def _chosen(self, name: str, turns: Turns, made: Made) -> np.ndarray:
+        """The turn of each token that stands for a part of a span, wherever that has moved; of others `NO_TURN`."""
         before = len(made.given) - len(turns.text)
         if before < 0 or made.given[before:] != turns.text:
             raise SampleError(
@@ -269,8 +267,8 @@ class Preparation:
             )
         ends = [place.before[1] for place in made.places]
         gained = [0, *(place.after[1] - place.before[1] for place in made.places)]
-        chosen: list[int | None] = [None] * len(made.ids)
-        starts, stops = [start for start, _ in made.offsets], [stop for _, stop in made.offsets]
+        chosen = np.full(len(made.ids), NO_TURN)
+        starts, stops = made.offsets.T
         for a, b, turn in turns.spans:
             start, stop = (at + before + gained[bisect.bisect_right(ends, at + before)] for at in (a, b))
             if made.expanded[start:stop] != turns.text[a:b]:
@@ -278,9 +276,8 @@ class Preparation:
                     f"sample {name!r}: the targets would stand for {made.expanded[start:stop][:80]!r} where the "
                     f"assistant says {turns.text[a:b][:80]!r}"
                 )
-            for i in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
-                if starts[i] < stops[i] and made.ids[i] not in self._rows:
-                    chosen[i] = turn
+            chosen[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)] = turn
+        chosen[starts == stops] = NO_TURN
         return chosen
 
 
@@ -294,11 +291,11 @@ def placed_items(name: str, processor: Processor, made: Made, kinds: Sequence[st
         )
     found, seen = list[MediaItem](), dict.fromkeys(PARTS, 0)
     question = made.answer.index(True) if any(made.answer) else len(made.ids)
-    starts = [start for start, _ in made.offsets[:question]]
+    starts = made.offsets[:question, 0]
     for place in made.places:
         token = processor.row_tokens[place.kind]
         first, stop = (bisect.bisect_left(starts, at) for at in place.after)
-        runs = runs_of([token_id == token for token_id in made.ids[first:stop]])
+        runs = runs_of(made.ids[first:stop] == token)
         if not runs:
             raise SampleError(f"sample {name!r}: the processor gives no rows to its {place.kind!r}")
         spans = tuple((first + begin, end - begin) for begin, end in runs)

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from hetmesh._own_code import import_named
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
-from hetmesh.data.digits_omni import OmniDigitsSource
-from hetmesh.data.digits_video import VideoDigitsSource
 from hetmesh.data.loader import TRAIN, VALIDATION
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.payloads import SplitSources
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
 SOURCES: dict[str, Callable[..., Source]] = {
     "digits": DigitsSource,
-    "digits_omni": OmniDigitsSource,
-    "digits_video": VideoDigitsSource,
     "conversations": ConversationsSource,
     "synthetic": SyntheticSource,
 }

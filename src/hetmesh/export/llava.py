@@ -11,7 +11,7 @@ from hetmesh.data.chat import DEFAULT_TEMPLATE, FILES
 from hetmesh.files import writing
 from hetmesh.models import pretrained_of
 from hetmesh.models.config_keys import hf
-from hetmesh.models.split.processor import PROCESSOR_FILES
+from hetmesh.recipe.hf_path import PROCESSOR_FILES
 from hetmesh.recipe.recipe import Recipe
 
 CLASS = "LlavaForConditionalGeneration"

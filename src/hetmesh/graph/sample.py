@@ -26,9 +26,9 @@ class MediaItem:
         position: index of its first placeholder token in the token sequence.
         rows: placeholder tokens it takes in the token sequence; 1 as a source gives it, and the rows that reach the
             LLM for this item once the sample was expanded (`hetmesh.data.expand`).
-        size: what its rows depend on beside the shape, where the model says so: the frames of a recording before it was
-            padded, `(frames,)`. Of a placed item what positions depend on: `(frames, height, width)` of the grid of its
-            rows, and where they depend on time, too, the picoseconds of a frame of it.
+        size: what its rows depend on beside the shape, where the model says so. Of a placed item what positions depend
+            on: `(frames, height, width)` of the grid of its rows, and where they depend on time, too, the picoseconds
+            of a frame of it.
         runs: of a placed item, one whose source has given it its rows, as a model's processor does: `(position, rows)`
             of each stretch of placeholder tokens, ascending, with text between them (row breaks, timestamps). Empty:
             its placeholders lie at `position`. No part of `repr`, of which a place in the data keeps checksums.

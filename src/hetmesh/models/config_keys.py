@@ -7,8 +7,8 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, is_typeddict
+from types import MappingProxyType
+from typing import Any, get_args
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
@@ -79,13 +79,17 @@ def transformers_config(
         keys = config_class.__annotations__  # files may use an alias of a key (num_local_experts), which would win
         names = {alias: key for key, alias in config_class.attribute_map.items() if key in keys and alias not in keys}
         derived = {names.get(key, key): value for key, value in section.items() if key not in NOT_SIZES}
-    given = {key: _as_declared(request, key, config_class.__annotations__[key]) for key in request.config}
+    given = {key: _as_float(value, config_class.__annotations__[key]) for key, value in request.config.items()}
     try:
         config = config_class(**{**derived, **given, **forced}, attn_implementation="sdpa")
         unchanged = config_class(**{**derived, **forced}) if request.pretrained is not None else config
     except Exception as error:  # huggingface_hub's strict dataclasses raise a plain subclass of Exception
-        said = _FROM.sub("", " ".join(str(error).split()))
-        raise RecipeError(f"{request.key}.config: {said}") from error
+        said = " ".join(str(error).split())
+        if (found := _TYPE.match(said)) and (key := found[1]) in request.config:
+            declared = inspect.formatannotation(config_class.__annotations__[key])
+            said = f"{request.key}.config.{key} = {request.config[key]!r}: must be {declared}"
+            raise RecipeError(said) from error
+        raise RecipeError(f"{request.key}.config: {_FROM.sub('', said)}") from error
     _check_values(request, config)
     for key in request.config:
         if key not in FREE and getattr(config, key) != getattr(unchanged, key):
@@ -98,43 +102,14 @@ def transformers_config(
 
 
 _FROM = re.compile(r"^(Class v|V)alidation error for \w+ '[^']*': \w+: ")
-"""How the errors of transformers' configs begin."""
-
-_WORDS = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list[int]: "a list of integers",
-    list[str]: "a list of strings",
-    dict: "a table",
-}
+_TYPE = re.compile(r"^Validation error for field '(\w+)': TypeError: ")
+"""How the errors of transformers' configs begin: all of them, and those of values of another type than declared."""
 
 
-def _as_declared(request: AdapterRequest, key: str, declared: Any) -> Any:
-    """The recipe's value of a key, an integer as a float where transformers accepts only floats. Raises RecipeError for
-    a value of none of the `declared` types."""
-    value, kinds = request.config[key], get_args(declared) or (declared,)
-    if get_origin(declared) not in (Union, UnionType):
-        kinds = (declared,)
-    if value is None and NoneType in kinds:
-        return value
-    # Where a tuple is declared, so is a list; where a TypedDict is, so is a dict.
-    valid = [
-        kind for kind in kinds if kind is not NoneType and get_origin(kind) is not tuple and not is_typeddict(kind)
-    ]
-    if all(kind in _WORDS for kind in valid) and not any(_is_a(value, kind) for kind in valid):
-        words = " or ".join(dict.fromkeys(_WORDS[kind] for kind in valid if kind is not int or float not in valid))
-        raise RecipeError(f"{request.key}.config.{key} = {value!r}: must be {words}")
-    return float(value) if float in valid and int not in valid and _is_a(value, int) else value
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is list:
-        return isinstance(value, list | tuple) and all(_is_a(item, get_args(kind)[0]) for item in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, {float: int | float, dict: Mapping}.get(kind, kind))
+def _as_float(value: Any, declared: Any) -> Any:
+    """`value`, an integer as a float where transformers accepts only floats."""
+    kinds = get_args(declared) or (declared,)
+    return float(value) if type(value) is int and float in kinds and int not in kinds else value
 
 
 def _check_values(request: AdapterRequest, config: Any) -> None:

@@ -30,6 +30,9 @@ SHARE, PER_SAMPLE = "share of the work", "work per sample"
 MIN_CHANGE = 0.05
 """Part of itself by which it must differ; less moves no rank unless a module has tens of them."""
 _POOL_BATCHES = 8  # batches' worth of samples from which batches are drawn: of fewer, they would be the same samples
+_ALPHA, _DISAGREEING = 0.05, 0.05
+AGREEING_BATCHES = math.ceil(math.log(_ALPHA) / math.log(1 - _DISAGREEING))
+"""Random batches that must agree, so that with confidence 1 - alpha fewer than that share of all disagree."""
 DRIFT_ALPHA = 0.01
 """How often data without drift may be taken for some that drift."""
 
@@ -71,23 +74,13 @@ class MacroBatch:
     splits: int = 1
 
 
-def agreeing_batches(alpha: float = 0.05, p: float = 0.05) -> int:
-    """How many random batches must agree, so that with confidence 1 - alpha fewer than a share p of all disagree."""
-    if not (0 < alpha < 1 and 0 < p < 1):
-        raise HetmeshError(f"macro batch: alpha and p must be in 0..1, got {alpha} and {p}")
-    return math.ceil(math.log(alpha) / math.log(1 - p))
-
-
-def certify(
-    work: np.ndarray, modules: Sequence[str], ranks: int, *, alpha: float = 0.05, p: float = 0.05, seed: int = 0
-) -> MacroBatch:
+def certify(work: np.ndarray, modules: Sequence[str], ranks: int) -> MacroBatch:
     """Find the least power of two of samples whose batches part `ranks` alike. Deterministic.
 
     Args:
         work: FLOPs of each sample in each module, in the order of training; float `[samples, modules]`.
         modules: their names.
         ranks: at least one for each module.
-        alpha, p: see `agreeing_batches`.
 
     Raises:
         HetmeshError: no samples or no work, or fewer ranks than modules.
@@ -97,16 +90,16 @@ def certify(
         raise HetmeshError(f"macro batch: no work of {list(modules)} in {len(work)} samples")
     if ranks < len(modules):
         raise HetmeshError(f"macro batch: {ranks} ranks cannot be parted between {len(modules)} modules")
-    count, k = len(work), agreeing_batches(alpha, p)
+    count = len(work)
     whole = tuple(split_ranks(work.sum(0)[None], ranks)[0].tolist())
     if drifts := tuple(find_drifts(work, modules)):
         return MacroBatch(0, whole, 0, count, drifts)
-    rng, size, different = np.random.default_rng(seed), 1, 1
+    rng, size, different = np.random.default_rng(0), 1, 1
     while _POOL_BATCHES * size <= count:
-        batches = np.stack([work[rng.choice(count, size, replace=False)].sum(0) for _ in range(k)])
+        batches = np.stack([work[rng.choice(count, size, replace=False)].sum(0) for _ in range(AGREEING_BATCHES)])
         found = np.unique(split_ranks(batches, ranks), axis=0)
         if len(found) == 1:
-            return MacroBatch(size, tuple(found[0].tolist()), k, count)
+            return MacroBatch(size, tuple(found[0].tolist()), AGREEING_BATCHES, count)
         size, different = 2 * size, len(found)
     return MacroBatch(0, whole, 0, count, splits=different)
 

@@ -19,7 +19,7 @@ class Family:
         mask: what tokens of the LLM see of each other (`hetmesh.context.masks.MASKS`).
         positions: `"from_0"`, `"from_1"`, or `"rope_index"`: three axes, by the model's own `get_rope_index`; empty:
             that if it has one, else `"from_0"`.
-        calls: kind of media -> how its items are handed over (`item_calls.CALLS`); absent: by the signature.
+        by_parts: kinds of media for which there is no `get_..._features`, so that hetmesh calls tower and projector.
         around: kind of media -> config keys of the tokens right before and after an item, by which the model's own
             `get_rope_index` finds it; absent: it is given where items are.
         experts: whether its LLM's mixture-of-experts blocks are built as Qwen3-MoE's are (`hetmesh.parallel.experts`),
@@ -30,7 +30,7 @@ class Family:
 
     mask: str = "causal"
     positions: str = ""
-    calls: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    by_parts: tuple[str, ...] = ()
     around: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MappingProxyType({}))
     experts: bool = False
     inside: tuple[str, str] | None = None
@@ -39,24 +39,24 @@ class Family:
 
 CROSS_ATTENTION = "its LLM reads images through cross-attention, not as rows among its tokens"
 DISCRETE_IMAGES = "its images are tokens of its vocabulary, not rows"
+OMNI: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("image", "video"), ("vision_start_token_id", "vision_end_token_id")),
+        "audio": ("audio_start_token_id", "audio_end_token_id"),
+    }
+)
 NO_TOWER = "it calls no tower by get_image_features, by which hetmesh splits models"
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         **dict.fromkeys(("gemma3", "gemma4_unified"), Family(mask="bidirectional_runs")),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "llava_onevision": Family(calls={"image": "single_tiles"}),
         "qwen3_vl_moe": Family(experts=True),
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
-        "qwen2_5_omni_thinker": Family(
-            calls={"image": "patches"},
-            around={
-                **dict.fromkeys(("image", "video"), ("vision_start_token_id", "vision_end_token_id")),
-                "audio": ("audio_start_token_id", "audio_end_token_id"),
-            },
-        ),
-        "qwen2_audio": Family(calls={"audio": "padded_frames"}),
-        "whisper": Family(calls={"audio": "all_frames"}),
+        "qwen2_5_omni_thinker": Family(around=OMNI),
+        "qwen3_omni_moe": Family(inside=("thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration")),
+        "qwen3_omni_moe_thinker": Family(around=OMNI),
+        "qwen2_audio": Family(by_parts=("audio",)),
         "mllama": Family(refused=CROSS_ATTENTION),
         "idefics": Family(refused=CROSS_ATTENTION),
         "chameleon": Family(refused=DISCRETE_IMAGES),

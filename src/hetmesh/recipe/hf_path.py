@@ -17,6 +17,9 @@ from hetmesh.recipe.section import table_in
 if TYPE_CHECKING:
     from hetmesh.recipe.recipe import Recipe
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files of which a directory with a processor has one."""
+
 SECTION, PROJECTOR = "model", "projector"
 KEY = "hf_path"
 PLACEHOLDER_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -115,7 +118,9 @@ def synthetic_options(path: str) -> dict[str, Any]:
         )
     size = vision.get("image_size", 16 * vision.get("patch_size", 14) * vision.get("spatial_merge_size", 1))
     height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
-    return {"vocab_size": vocabulary, "image_token": token, "image_shape": [3, height, width]}
+    has_processor = any((Path(path).expanduser() / name).is_file() for name in PROCESSOR_FILES)
+    own = {"processor": path} if has_processor else {}
+    return {"vocab_size": vocabulary, "image_token": token, "image_shape": [3, height, width], **own}
 
 
 def check_placeholders(recipe: Recipe, placeholders: Mapping[str, int], vocabulary: int) -> None:

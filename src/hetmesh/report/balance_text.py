@@ -1,19 +1,16 @@
-"""A BalanceView as text (histograms, a table of balancers, what `auto` chose between) and as a PNG."""
+"""A BalanceView as text (histograms, a table of balancers, what `auto` chose between)."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise, zip_longest
-from pathlib import Path
-from typing import Any
+from itertools import zip_longest
 
 from hetmesh.balance.policies.auto import EVEN_RATIO, MIN_GAIN
 from hetmesh.formatting import counted, table
 from hetmesh.records.metrics import amount
 from hetmesh.report.balance_values import BalancerResult, BalanceView, ExpertUse, Histogram, ModuleSizes
-from hetmesh.report.figures import SOFT, new_figure, plain, save_figure
 
 WIDTH = 120
 """Most characters of a line."""
@@ -140,52 +137,3 @@ def _experts(use: ExpertUse) -> Iterator[str]:
         f"{counted(use.steps, 'logged step')}, {use.last_max_over_mean:.2f} in step {use.last}, where "
         f"{counted(use.without_tokens, 'expert')} got none"
     )
-
-
-def save_balance(view: BalanceView, path: str | Path) -> None:
-    """Draw `view` to `path` (PNG): how large samples are, how even microbatches, what steps gain. Raises UsageError:
-    matplotlib is not installed, or `path` cannot be written."""
-    save_figure(lambda: _figure(view), path)
-
-
-def _figure(view: BalanceView) -> Any:
-    shown = [result for result in view.balancers if not result.problem]
-    heights = [*(2.2 for _ in view.modules), 0.28 * len(shown) + 0.8]
-    figure = new_figure(12, sum(heights) + 0.8)
-    figure.suptitle(f"{view.description or 'balance'}: {view.batches} batches of {view.samples} samples", fontsize=11)
-    parts: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
-    for part, module in zip(parts, view.modules, strict=False):
-        _draw_module(part, module)
-    gains, spread = parts[-1].subplots(1, 2, sharey=True)
-    rows = range(len(shown))
-    gains.barh(rows, [result.gain for result in shown], color="C0")
-    gains.set_yticks(rows, [result.name + (" *" if result.recipe else "") for result in shown], fontsize=8)
-    gains.invert_yaxis()
-    gains.set_title(f"throughput over none, simulated on {view.machine}", fontsize=9, loc="left")
-    for row, result in enumerate(shown):
-        gains.text(result.gain, row, f" {result.gain:.2f}x", va="center", fontsize=7)
-    height = 0.8 / len(view.modules)
-    for i, module in enumerate(view.modules):
-        values = [result.modules[module.name].max_over_mean for result in shown]
-        spread.barh([row + (i + 0.5) * height - 0.4 for row in rows], values, height, label=module.name, color=f"C{i}")
-    spread.set_title("largest load of a microbatch on a lane, over the mean", fontsize=9, loc="left")
-    spread.legend(fontsize=8, frameon=False)
-    for axes in (gains, spread):
-        axes.axvline(1.0, color=SOFT, linewidth=0.8)
-        plain(axes)
-    return figure
-
-
-def _draw_module(part: Any, module: ModuleSizes) -> None:
-    samples, loads = part.subplots(1, 2)
-    sizes = {f"{module.mean:,.0f} on average, {module.largest:,} at most": module.samples}
-    samples.set_title(f"{module.name}: {module.unit} per sample", fontsize=9, loc="left")
-    loads.set_title(f"{module.name}: load of a microbatch on a lane, over the mean", fontsize=9, loc="left")
-    for axes, histograms in ((samples, sizes), (loads, module.loads)):
-        for i, (label, histogram) in enumerate(histograms.items()):
-            widths = [b - a for a, b in pairwise(histogram.edges)]
-            if max(widths) > 2 * min(widths):
-                axes.set_xscale("symlog", base=2, linthresh=1)
-            axes.stairs(histogram.counts, histogram.edges, fill=True, color=f"C{i}", alpha=0.55, label=label)
-        axes.legend(fontsize=8, frameon=False)
-        plain(axes)

@@ -71,12 +71,12 @@ def recipe_step_model(
     )
 
 
-def measure_peak(dtype: torch.dtype, times: int = 3) -> float:
-    """FLOP/s of this process in a square matrix product: the best of `times`, large enough to take milliseconds."""
+def measure_peak(dtype: torch.dtype) -> float:
+    """FLOP/s of this process in a square matrix product: the best of three, large enough to take milliseconds."""
     size, seconds = _SMALLEST, 0.0
     while size < _LARGEST and seconds < _MIN_PRODUCT_S:  # a CPU without bfloat16 units is 50 times slower in it
         size *= 2
         a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         torch.mm(a[:32], b)  # starts threads and loads kernels
-        seconds = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=times))  # noqa: B023 - called at once
+        seconds = min(timeit.repeat(lambda: torch.mm(a, b), number=1, repeat=3))  # noqa: B023 - called at once
     return 2 * size**3 / seconds

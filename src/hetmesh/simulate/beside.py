@@ -95,7 +95,7 @@ class BesideRun(Run):
     """A simulation in which the actions of some modules run beside those of others."""
 
     def __init__(self, columns: Program, schedule: Schedule, costs: StepCosts, modules: Collection[str]) -> None:
-        super().__init__(columns, True)
+        super().__init__(columns)
         stages = schedule.stages.stages
         self.schedule, self.costs = schedule, costs
         self.beside = [stage.module in modules for stage in stages]

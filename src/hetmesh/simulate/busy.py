@@ -21,17 +21,17 @@ Load = tuple[tuple[int, int], ...]
 """(node of the machine, how many of its ranks are busy) pairs."""
 
 
-def slowed_program(schedule: Schedule, costs: StepCosts, *, overlap: bool = True) -> Program:
+def slowed_program(schedule: Schedule, costs: StepCosts) -> Program:
     """The columns of `schedule` under `costs`, with the seconds that actions take beside each other.
 
     Forwards, backwards and the optimizer keep ranks busy. Transfers, gathers and reductions take what they take.
-    `overlap`: see `simulate`. Raises GraphError: there is no cost for a stage and microbatch.
+    Raises GraphError: there is no cost for a stage and microbatch.
     """
     columns = program(schedule, costs)
     if all(factor == 1.0 for factor in costs.busy_slowdown):
         return columns
     loads = [_load(ranks, costs.ranks_per_node) for ranks in columns.tracks]
-    waiting, at = _dependencies(columns, loads, overlap)
+    waiting, at = _dependencies(columns, loads)
     spent = waiting.run(costs.busy_slowdown)
     seconds, each = list(columns.seconds), list(columns.each)
     for i, nodes in enumerate(at):
@@ -133,7 +133,7 @@ class _Waiting:
         return spent
 
 
-def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Waiting, list[list[int]]]:
+def _dependencies(p: Program, loads: Sequence[Load]) -> tuple[_Waiting, list[list[int]]]:
     """What each action waits for, by the rules of `engine`, and the sets of lanes of those that keep ranks busy."""
     waiting, at = _Waiting(), []
     held = [[_joined(loads[track] for track in own) for own in groups] for groups in p.groups]
@@ -152,27 +152,21 @@ def _dependencies(p: Program, loads: Sequence[Load], overlap: bool) -> tuple[_Wa
                     free[track] |= arrival
         elif kind == TRANSFER:
             arrivals[route], incoming = [], all_incoming[target]
-            left: list[tuple[Iterable[int], frozenset[int]]] = []
+            left: dict[int, frozenset[int]] = {}
             for destinations, sources in zip(p.groups[p.destinations[target]], p.flows[route], strict=True):
                 before = [free[track] for track in sources]
-                if seconds and overlap:
+                if seconds:
                     before += [outgoing[track] for track in sources] + [incoming[track] for track in destinations]
-                elif seconds:
-                    before += [free[track] for track in destinations]
                 if not sources:
                     arrivals[route].append(frozenset())
                     continue
                 sent = frozenset([waiting.add(seconds, before=frozenset().union(*before))])
                 arrivals[route].append(sent)
-                left.append((sources if overlap else (*sources, *destinations), sent))
-                if seconds and overlap:
+                if seconds:
                     _set(incoming, destinations, sent)
-            together: dict[int, frozenset[int]] = {}
-            for some, sent in left if seconds else ():
-                together |= {track: together.get(track, frozenset()) | sent for track in some}
-            for track, sent in together.items():
-                _set(outgoing if overlap else free, (track,), sent)
-                _set(outgoing if overlap else idle, (track,), sent)
+                    left |= {track: left.get(track, frozenset()) | sent for track in sources}
+            for track, sent in left.items():
+                outgoing[track] = sent
         elif kind == REDUCE:
             own = p.stage_tracks[target]
             before = [free[track] | reduced[track] for track in own]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from hetmesh.cost.step_costs import StepCosts
-from hetmesh.errors import GraphError
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.beside import BesideRun
 from hetmesh.simulate.busy import slowed_program
@@ -17,7 +16,7 @@ from hetmesh.simulate.program import Run
 from hetmesh.simulate.timeline import LAYERS, Spans, Timeline
 
 
-def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, beside: Collection[str] = ()) -> Timeline:
+def simulate(schedule: Schedule, costs: StepCosts, *, beside: Collection[str] = ()) -> Timeline:
     """What `schedule` takes if its actions take what `costs` says.
 
     Each rank runs its own subsequence of the order; an action that involves several ranks starts when all are free.
@@ -32,7 +31,6 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
     follows each forward and backward; it keeps the rank, and no span covers it, because nothing is computed.
 
     Args:
-        overlap: False: a transfer takes the time of the ranks on both its sides, as a blocking send would.
         beside: modules whose actions run beside those of others, in their collectives (`hetmesh.simulate.beside`): what
             would be if they could, or what the runtime does where the schedule has `in_collectives`. Needs
             `costs.parts`.
@@ -40,11 +38,9 @@ def simulate(schedule: Schedule, costs: StepCosts, *, overlap: bool = True, besi
     Raises:
         GraphError: there is no cost for a stage and microbatch, or `beside` cannot be.
     """
-    columns = slowed_program(schedule, costs, overlap=overlap)
-    run: Run = Run(columns, overlap)
+    columns = slowed_program(schedule, costs)
+    run: Run = Run(columns)
     if beside:
-        if not overlap:
-            raise GraphError("transfers that stop both sides leave no room for what runs beside others")
         run = BesideRun(columns, schedule, costs, beside)
     run.actions()
     run.optimizer()

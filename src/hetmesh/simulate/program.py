@@ -219,8 +219,8 @@ def _usual(
 class Run:
     """The state of a simulation: when tracks and links are free, when transfers arrived, and the spans so far."""
 
-    def __init__(self, columns: Program, overlap: bool) -> None:
-        self.columns, self.overlap = columns, overlap
+    def __init__(self, columns: Program) -> None:
+        self.columns = columns
         tracks = len(columns.tracks)
         self.free = [0.0] * tracks  # when a track can go on, waits included
         self.idle = [0.0] * tracks  # when its last work ended
@@ -235,7 +235,7 @@ class Run:
     def actions(self) -> None:
         c, free, idle = self.columns, self.free, self.idle
         all_groups, destinations, inside = c.groups, c.destinations, self.collectives
-        overlap, gather = self.overlap, list(c.gather)
+        gather = list(c.gather)
         arrivals: list[list[float]] = [[]] * c.num_routes
         track_append, kind_append, target_append, microbatch_append, start_append, stop_append, to_append = (
             column.append for column in self.work
@@ -249,8 +249,7 @@ class Run:
                         if free[track] < arrival:
                             free[track] = arrival
             elif kind == TRANSFER:
-                transfer = self._linked if overlap else self._blocking
-                arrivals[route] = transfer(target, m, to, seconds, c.flows[route])
+                arrivals[route] = self._linked(target, m, to, seconds, c.flows[route])
             elif kind == REDUCE:
                 self._reduce(target, seconds)
             else:
@@ -311,27 +310,6 @@ class Run:
             arrivals.append(stop)
         for track, stop in left.items():
             self.outgoing[track] = stop
-        return arrivals
-
-    def _blocking(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[float]:
-        """A transfer for which both sides stop; its arrival at each set of lanes."""
-        free = self.free
-        if not seconds:
-            return [max([free[track] for track in sources], default=0.0) for sources in flows]
-        until: dict[int, float] = {}
-        arrivals = []
-        for tracks, sources in zip(self.columns.groups[self.columns.destinations[edge]], flows, strict=True):
-            if not sources:
-                arrivals.append(0.0)
-                continue
-            both = {*sources, *tracks}
-            stop = max(free[track] for track in both) + seconds
-            until |= {track: max(stop, until.get(track, 0.0)) for track in both}
-            for track in tracks:
-                self._transfer(track, edge, m, to, stop - seconds, stop)
-            arrivals.append(stop)
-        for track, stop in until.items():
-            free[track] = self.idle[track] = stop
         return arrivals
 
     def _gather(self, stage: int) -> None:

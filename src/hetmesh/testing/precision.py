@@ -86,6 +86,7 @@ def _no_singles() -> Iterator[None]:
         for owner, name in (
             (torch.Tensor, "to"),
             (torch.Tensor, "type"),
+            (torch.Tensor, "softmax"),
             (torch.Tensor, "new_zeros"),
             (torch, "zeros"),
             (torch, "zeros_like"),

@@ -26,12 +26,10 @@ class RandomMedia:
         items: exactly this many instead, for runs where every sample must have the same rows.
         text_only: share of samples without media.
         max_text: most text tokens; each sample has at least 2.
-        choices: kind -> shapes and sizes (`MediaItem.size`), one of which each item has instead of that in `kinds`.
         largest: kind -> raw shape of its largest items; each side of an item is then a random multiple, up to that, of
             the one in `kinds`.
         without_targets: share of samples without a target.
         apart: every item has a text token after it, as chat templates have it.
-        around: kind -> tokens right before and after each of its items.
         length: samples in the source.
         held_out: samples of its validation split, which are others; 0: it has none.
         split: "train" or "validation".
@@ -53,10 +51,8 @@ class RandomMedia:
         text_only: float = 0.3,
         max_text: int = 9,
         largest: Mapping[str, Sequence[int]] | None = None,
-        choices: Mapping[str, Sequence[Sequence[Sequence[int]]]] | None = None,
         without_targets: float = 0.0,
         apart: bool = False,
-        around: Mapping[str, Sequence[int]] | None = None,
         length: int = 1000,
         held_out: int = 0,
         split: str = "train",
@@ -67,14 +63,12 @@ class RandomMedia:
         _check_options(kinds, text_only, {"max_items": max_items, "max_text": max_text, "length": length, "seed": seed})
         self.kinds = {name: tuple(shape) for name, shape in kinds.items()}
         self.same = dict(same or {})
-        self.largest, self.choices = dict(largest or {}), dict(choices or {})
+        self.largest = dict(largest or {})
         self.max_items, self.items, self.text_only, self.max_text = max_items, items, text_only, max_text
         self.without_targets, self.apart = without_targets, apart
         self.length, self.seed = (length, str(seed)) if split == "train" else (held_out, f"{split}-{seed}")
         self.placeholders = {name: 1 + i for i, name in enumerate([*self.kinds, *self.same])}
-        self.around = {name: tuple(tokens) for name, tokens in (around or {}).items()}
-        self.words = 12 + len(self.placeholders)
-        self.vocab_size = max([self.words, *(1 + token for tokens in self.around.values() for token in tokens)])
+        self.words = self.vocab_size = 12 + len(self.placeholders)
 
     def __len__(self) -> int:
         return self.length
@@ -89,47 +83,45 @@ class RandomMedia:
 
     def _make(self, index: int) -> tuple[SampleMeta, Sample]:
         rng = random.Random(f"{self.seed}:{index}")
-        without = self.items is None and rng.random() < self.text_only
-        counts = {name: 0 if without else self._count(rng) for name in self.kinds}
-        counts |= {name: counts[other] for name, other in self.same.items()}
-        sequence: list[str | int | None] = [name for name, n in counts.items() for _ in range(n)]
-        sequence += [None] * rng.randint(0, self.max_text - 2)
-        rng.shuffle(sequence)
-        if self.apart:
-            sequence = [token for name in sequence for token in ([name, None] if name else [None])]
-        if self.around:
-            sequence = [token for name in sequence for token in self._with_around(name)]
-        sequence += [None, None]
-        ids = [self.placeholders[token] if isinstance(token, str) else token for token in sequence]
-        tokens = [token or rng.randint(len(self.placeholders) + 1, self.words - 1) for token in ids]
-        extents = {name: [self._extent(name, rng) for _ in range(counts[name])] for name in self.kinds}
-        extents |= {name: extents[other] for name, other in self.same.items()}
-        left = {name: iter(of_kind) for name, of_kind in extents.items()}
-        placed = [(at, name) for at, name in enumerate(sequence) if isinstance(name, str)]
-        drawn = [(at, name, next(left[name])) for at, name in placed]
-        media = tuple(MediaItem(name, shape, at, size=size) for at, name, (shape, size) in drawn)
+        sequence = self.sequence(rng)
+        first = len(self.placeholders) + 1
+        tokens = [self.placeholders[name] if name else rng.randint(first, self.words - 1) for name in sequence]
+        shapes = {name: [self._shape(name, rng) for _ in range(sequence.count(name))] for name in self.kinds}
+        shapes |= {name: shapes[other] for name, other in self.same.items()}
+        left = {name: iter(of_kind) for name, of_kind in shapes.items()}
+        placed = [(at, name) for at, name in enumerate(sequence) if name]
+        media = tuple(MediaItem(name, next(left[name]), at) for at, name in placed)
         stop = len(sequence)
-        targets: tuple[tuple[int, int], ...] = ((max(1, stop - rng.randint(1, 2)), stop),)
-        if random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets:
-            targets = ()
+        targets = self.targets(index, rng, stop)
         generator = torch.Generator().manual_seed(rng.randrange(2**31))
-        payload = {name: [torch.randn(shape, generator=generator) for shape, _ in extents[name]] for name in self.kinds}
+        payload = {name: [torch.randn(shape, generator=generator) for shape in shapes[name]] for name in self.kinds}
         payload |= {name: payload[other] for name, other in self.same.items()}
         identity = f"random-{self.seed}-{index}"
         return SampleMeta(identity, stop, media, targets), Sample(identity, torch.tensor(tokens), payload)
 
-    def _with_around(self, name: str | int | None) -> tuple[str | int | None, ...]:
-        before, after = self.around.get(name, (None, None)) if isinstance(name, str) else (None, None)
-        return (name,) if before is None else (before, name, after)
+    def sequence(self, rng: random.Random) -> list[str | None]:
+        """What a sample consists of: kinds of media, and None for a token of text."""
+        without = self.items is None and rng.random() < self.text_only
+        counts = {name: 0 if without else self._count(rng) for name in self.kinds}
+        counts |= {name: counts[other] for name, other in self.same.items()}
+        sequence: list[str | None] = [name for name, n in counts.items() for _ in range(n)]
+        sequence += [None] * rng.randint(0, self.max_text - 2)
+        rng.shuffle(sequence)
+        if self.apart:
+            sequence = [token for name in sequence for token in ([name, None] if name else [None])]
+        return [*sequence, None, None]
 
-    def _extent(self, name: str, rng: random.Random) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if name in self.choices:
-            shape, size = rng.choice(self.choices[name])
-            return tuple(shape), tuple(size)
+    def targets(self, index: int, rng: random.Random, stop: int) -> tuple[tuple[int, int], ...]:
+        """Of a sample of `stop` tokens: the last, or the last two, or none."""
+        start = max(1, stop - rng.randint(1, 2))
+        without = random.Random(f"{self.seed}:{index}:targets").random() < self.without_targets
+        return () if without else ((start, stop),)
+
+    def _shape(self, name: str, rng: random.Random) -> tuple[int, ...]:
         shape = self.kinds[name]
         if name in self.largest:
             shape = tuple(n * rng.randint(1, most // n) for n, most in zip(shape, self.largest[name], strict=True))
-        return tuple(shape), ()
+        return shape
 
     def _count(self, rng: random.Random) -> int:
         return rng.randint(0, self.max_items) if self.items is None else self.items

@@ -26,6 +26,7 @@ from hetmesh.training.job import Job
 from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
 
 _COLUMNS = 80  # of a terminal
+_SHOWN = 5  # questions
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ def _most_likely(logits: Tensor, silent: Collection[int], vocabulary: Vocabulary
     return logits.argmax(-1)
 
 
-def show(source: Source, evaluation: Evaluation, number: int = 5, answers: Sequence[Sequence[int]] = ()) -> list[str]:
-    """`number` of the questions as text, each with its picture, the model's answer and the right one.
+def show(source: Source, evaluation: Evaluation, answers: Sequence[Sequence[int]] = ()) -> list[str]:
+    """Some of the questions as text, each with its picture, the model's answer and the right one.
 
     With `answers`, those that the model gives by itself to the first questions, these are asked and told.
 
@@ -194,7 +195,7 @@ def show(source: Source, evaluation: Evaluation, number: int = 5, answers: Seque
         return []
     shown = []
     kinds = evaluation.kinds[: len(answers)] if answers else evaluation.kinds
-    for i in _of_all_kinds(source, kinds)[:number]:
+    for i in _of_all_kinds(source, kinds)[:_SHOWN]:
         told = answers[i] if answers else [t for t in evaluation.predicted[i].tolist() if t >= 0]
         guess, truth = source.decode(told), source.answer(i)
         right = guess == truth if answers else bool(evaluation.right[i])

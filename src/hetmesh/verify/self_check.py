@@ -10,7 +10,7 @@ more, with inputs that differ by rounding alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,26 +93,23 @@ def self_check(recipe: Recipe) -> float:
     placeholders = {at: _placeholder(whole, kinds_of(encoder.media)[0]) for at, encoder in encoders.items()}
     kinds = {at: encoder.media for at, encoder in encoders.items()}
     processed = bool(kinds) and all(encoder.units is not None for encoder in encoders.values())
-    calls = {at: encoder.call for at, encoder in encoders.items() if encoder.call is not None}
-    shapes: dict[str, Sequence[tuple[int, ...]]] = {at: [call.blank] for at, call in calls.items()}
-    around = {at: whole.around[media] for at, media in kinds.items() if media in whole.around}
-    dims = {at: call.size_dims for at, call in calls.items()}
     if processed:
         read = [kind for media in kinds.values() for kind in kinds_of(media)]
         options = recipe.data.options if recipe.data.source == "conversations" else {}
         template = options.get("chat_template")
         source = processed_samples(Preparation(pretrained.path, {}, template, "[data.options]"), read)
     else:
-        source = self_check_source(whole.config, shapes, placeholders, dims, around)
+        shapes = {at: encoder.item for at, encoder in encoders.items() if encoder.item is not None}
+        if without := sorted(encoders.keys() - shapes.keys()):
+            raise RecipeError(f"{whole.pretrained}: its processor prepares {without} alone, which cannot be compared")
+        source = self_check_source(whole.config, shapes, placeholders)
     training = {"local_batch_size": len(source), "pack_samples": recipe.training.pack_samples, "dtype": "float32"}
     alone = on_one_rank(recipe, **training)
     resolved = resolve(alone, source)
     graph = resolved.graph
     if not processed:
         for at, rows in placeholder_rows(graph, resolved.adapters).items():
-            shapes[at] = _compare_rows_of_items(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
-        source = self_check_source(whole.config, shapes, placeholders, dims, around)
-        resolved = resolve(alone, source)
+            _compare_rows_of_an_item(whole, encoders[at], rows, f"{_chain(graph, at)}: ")
     loader = Loader(source, len(source), resolved.expander, shuffle=False)
     drawn = loader.batch(0)
     with torch.no_grad():
@@ -142,25 +139,18 @@ def _placeholder(whole: WholeModel, media: str) -> int:
     raise RecipeError(f"{whole.pretrained}: its config.json does not say which token stands for {media!r}")
 
 
-def _compare_rows_of_items(
+def _compare_rows_of_an_item(
     whole: WholeModel, encoder: HfEncoderAdapter, rows: Callable[[tuple[int, ...]], int], what: str
-) -> list[tuple[int, ...]]:
-    """The shapes of a small and a larger item, or of those that the modules take."""
-    taken = []
-    assert encoder.call is not None
-    for shape in encoder.call.examples():
-        try:
-            ours, theirs = rows(shape), encoder.item_rows(shape)
-        except SampleError:
-            continue
-        if ours != theirs:
-            raise SelfCheckError(
-                f"{what}{ours} rows for an item of shape {shape}, {whole.model_class.__name__} makes {theirs} of it"
-            )
-        taken.append(shape)
-    if not taken:
-        raise SelfCheckError(f"{what}they take no item of shape {encoder.call.blank}, as the model does")
-    return taken
+) -> None:
+    assert encoder.item is not None
+    try:
+        ours, theirs = rows(encoder.item), encoder.item_rows(encoder.item)
+    except SampleError as error:
+        raise SelfCheckError(f"{what}they take no item of shape {encoder.item}, as the model does: {error}") from error
+    if ours != theirs:
+        raise SelfCheckError(
+            f"{what}{ours} rows for an item of shape {encoder.item}, {whole.model_class.__name__} makes {theirs} of it"
+        )
 
 
 def _chain(graph: ModuleGraph, at: str) -> str:

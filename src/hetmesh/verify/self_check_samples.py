@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,55 +21,39 @@ KINDS = ("text alone", "one item", "several items", "several items of all kinds"
 TEXT_TOKENS = 7
 """Text tokens before, between and after items."""
 
-Shapes = Mapping[str, Sequence[tuple[int, ...]]]
-"""By placeholder the extents (`MediaItem.extent`) of a small and a larger item."""
-
 
 def self_check_source(
-    config: Any,
-    shapes: Shapes,
-    placeholders: Mapping[str, int],
-    size_dims: Mapping[str, Callable[[tuple[int, ...]], int]],
-    around: Mapping[str, tuple[int, int]],
+    config: Any, shapes: Mapping[str, tuple[int, ...]], placeholders: Mapping[str, int]
 ) -> MemorySource:
     """One random sample of each of `KINDS`, the last text of which is the target.
 
     Args:
         config: the whole model's; tokens that mean something to it are left out of the text.
+        shapes: of an item, by placeholder.
         placeholders: token id by placeholder.
-        size_dims: by placeholder how many numbers of an extent are the size.
-        around: by placeholder the token before and after an item, where the model has some.
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = config.get_text_config().vocab_size
     special = _special(config) | {*placeholders.values(), 0}
     text = torch.tensor([i for i in range(min(vocabulary, 4096)) if i not in special])
 
-    def sample(name: str, items: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[SampleMeta, Sample]:
+    def sample(name: str, items: Sequence[str]) -> tuple[SampleMeta, Sample]:
         def words() -> list[int]:
             return text[torch.randint(len(text), (TEXT_TOKENS,), generator=draw)].tolist()
 
         tokens, media = words(), []
         payload: dict[str, list[Tensor]] = {}
-        for kind, extent in items:
-            before, after = ([token] for token in around[kind]) if kind in around else ([], [])
-            tokens += before
-            end = len(extent) - size_dims[kind](extent)
-            media.append(MediaItem(kind, extent[:end], len(tokens), size=extent[end:]))
-            payload.setdefault(kind, []).append(torch.randn(extent[:end], generator=draw))
-            tokens += [placeholders[kind], *after, *words()]
+        for kind in items:
+            media.append(MediaItem(kind, shapes[kind], len(tokens)))
+            payload.setdefault(kind, []).append(torch.randn(shapes[kind], generator=draw))
+            tokens += [placeholders[kind], *words()]
         start = len(tokens)
         tokens += words()  # the answer
         meta = SampleMeta(name, len(tokens), tuple(media), ((start, len(tokens)),))
         return meta, Sample(name, torch.tensor(tokens), payload)
 
-    first, (small, *larger) = next(iter(shapes.items()))
-    items: list[list[tuple[str, tuple[int, ...]]]] = [
-        [],
-        [(first, small)],
-        [(first, shape) for shape in (small, *larger, small)],
-        [(kind, shape) for kind in reversed(list(shapes)) for shape in shapes[kind]],
-    ]
+    first, *others = shapes
+    items = [[], [first], [first] * 3, [kind for kind in (*others[::-1], first) for _ in range(2)]]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
     return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=True)], vocabulary, placeholders, pad)
 

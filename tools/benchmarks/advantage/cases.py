@@ -111,7 +111,7 @@ from = "vision"
 to = "projector"
 
 [data]
-source = "digits_video"
+source = "benchmarks.advantage.measure:VideoDigitsSource"
 options = {{ max_frames = {frames}, tail = 0.6 }}
 """
 

@@ -25,8 +25,10 @@ WARM_UP = 2  # rounds
 _MESSAGES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # bytes of a sum over the ranks
 _PARAMETERS = 1 << 21
 _UPDATED = 32  # bytes per parameter that the simulator takes AdamW, clipping included, to read and write
-ClipTower = runpy.run_path(str(Path(__file__).parents[3] / "recipes" / "digits_video_tower.py"))["ClipTower"]
-"""The encoder of recipes/digits_video.toml, for recipes that do not lie beside it."""
+_RECIPES = Path(__file__).parents[3] / "recipes"
+ClipTower = runpy.run_path(str(_RECIPES / "digits_video_tower.py"))["ClipTower"]
+VideoDigitsSource = runpy.run_path(str(_RECIPES / "digits_video_data.py"))["VideoDigitsSource"]
+"""The encoder and the data of recipes/digits_video.toml, for recipes that do not lie beside them."""
 _BUSY = Sizes(256, 704, layers=2, samples=2, tokens=256)
 
 _MACHINE = """source = "measured by bench.py advantage before its runs"

@@ -57,10 +57,10 @@ def buckets(loads: BatchLoads, slots: Slots) -> Assignment:
     """Runs of falling length that take equally long padded: few long samples here, many short ones there.
 
     The longest that a run may take is as small as lets all samples go into the blocks. Inside a window lanes take runs
-    of like length in turns. Where nothing is padded, or counts must be equal, it is `by_length`.
+    of like length in turns. Where nothing is padded it is `by_length`.
     """
     blocks = BatchBlocks(slots)
-    if not loads.pads or slots.equal_counts or not len(loads):
+    if not loads.pads or not len(loads):
         return by_length(loads, slots)
     order = np.lexsort((loads.work[:, 0], -loads.tokens[:, -1]))
     each = loads.padded_work(np.ones(len(loads), np.int64), loads.tokens[order, -1])
@@ -95,6 +95,5 @@ def lpt(loads: BatchLoads, slots: Slots) -> Assignment:
     blocks = BatchBlocks(slots)
     key = loads.work.sum(1)
     order = np.lexsort((-loads.work[:, -1], -key))
-    limit = -(-len(loads) // blocks.count) if slots.equal_counts else 0
-    block = least_loaded(order, key, [list(range(blocks.count))], limit=limit)
+    block = least_loaded(order, key, [list(range(blocks.count))])
     return from_blocks(loads, slots, block, policy="lpt")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
@@ -27,16 +25,15 @@ def balanced(loads: BatchLoads, slots: Slots) -> np.ndarray:
     """The first part: the bin of each sample, int64 `[samples]`; `slots.deferral` makes no difference to it."""
     blocks = BatchBlocks(slots)
     load = blocks.normalised(loads)
-    spare = 0 if slots.equal_counts else SPARE_PLACES
-    bins = longest_first(load, blocks.count, -(-len(loads) // blocks.count) + spare)
+    bins = longest_first(load, blocks.count, -(-len(loads) // blocks.count) + SPARE_PLACES)
     rounds = exchanges(blocks.count)
     target = None if blocks.uniform else blocks.target
-    bins = resplit(load, bins, rounds, target=target, tolerance=TOLERANCE, equal_counts=slots.equal_counts)
+    bins = resplit(load, bins, rounds, target=target, tolerance=TOLERANCE)
     if blocks.uniform and len(loads):
         limit = np.maximum(load.max(0), SCALE)
-        bins = lower_peaks(load, bins, limit, equal_counts=slots.equal_counts)
-        kept: dict[str, Any] = {"limit": np.rint(GUARD_RATIO * limit), "seed": rounds}
-        bins = resplit(load, bins, rounds // 3, tolerance=TOLERANCE, equal_counts=slots.equal_counts, **kept)
+        bins = lower_peaks(load, bins, limit)
+        guard = np.rint(GUARD_RATIO * limit)
+        bins = resplit(load, bins, rounds // 3, tolerance=TOLERANCE, limit=guard, seed=rounds)
     return fitted(loads, blocks, from_table(bins, len(loads)))
 
 

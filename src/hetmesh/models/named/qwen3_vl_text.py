@@ -119,15 +119,17 @@ def multimodal_positions(meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> tup
     return tuple(tuple(row) for row in np.concatenate(parts, axis=1).tolist())
 
 
-def grid_of(meta: SampleMeta, item: MediaItem, grids: Mapping[str, ItemGrid]) -> tuple[int, int, int] | None:
-    """Frames, height and width of an item's rows; None where positions count it as text. Raises SampleError: the size
-    of a placed item is not the grid of its rows."""
+def grid_of(
+    meta: SampleMeta, item: MediaItem, grids: Mapping[str, ItemGrid], of_rows: bool = True
+) -> tuple[int, int, int] | None:
+    """Frames, height and width of an item; None where positions count it as text. Raises SampleError: with `of_rows`,
+    the size of a placed item is not the grid of its rows."""
     if not item.runs:
         return grids[item.name](item.extent) if item.name in grids else None
     if item.name == "audio":
         return None
     frames, height, width = (*item.size, 0, 0, 0)[:3]
-    if frames * height * width != item.rows:
+    if of_rows and frames * height * width != item.rows:
         raise SampleError(
             f"sample {meta.id!r}: the size of the {item.name!r} at position {item.position} is {item.size}, from which "
             f"positions follow; it must be frames, height and width of the grid of its {item.rows} rows"

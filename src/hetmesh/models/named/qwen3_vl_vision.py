@@ -19,7 +19,6 @@ from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, S
 from hetmesh.models.collate import media_items
 from hetmesh.models.config_keys import hf, positive_int, transformers_config
 from hetmesh.models.named.encoder import check_encoder
-from hetmesh.models.split.patch_order import QWEN2_VL
 from hetmesh.models.weights.pretrained import Names, prefixes
 
 SIZES = [
@@ -157,7 +156,7 @@ class Qwen3VLVisionAdapter(AdapterDefaults):
         items = media_items(samples, metas, self.media)
         grids = [self.item_grid(tuple(item.shape)) for item in items]
         patch, merge, frames = (self.config.patch_size, self.config.spatial_merge_size, self.config.temporal_patch_size)
-        patches = [QWEN2_VL.cut(item, patch, merge, frames) for item in items]
+        patches = [_patches(item, patch, merge, frames) for item in items]
         return {
             "patches": torch.cat(patches) if patches else torch.zeros(0, self.patch_features),
             **self._places(grids or [(1, 1, 1)]),
@@ -211,3 +210,12 @@ def _check(request: AdapterRequest, config: Any) -> None:
         raise RecipeError(
             f"{key}.deepstack_visual_indexes: must be ascending blocks of 0..{config.depth - 1}, got {indexes}"
         )
+
+
+def _patches(image: Tensor, patch: int, merge: int, frames: int) -> Tensor:
+    """`[channels, height, width]` -> `[patches, numbers of one]`, of `frames` equal frames each; those that become one
+    row follow each other, as Qwen2-VL's processor cuts them."""
+    channels, height, width = image.shape
+    parts = image.reshape(channels, height // patch // merge, merge, patch, width // patch // merge, merge, patch)
+    patches = parts.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, channels, 1, patch, patch)
+    return patches.expand(-1, -1, frames, -1, -1).flatten(1)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.models.split.made import Unit
-from hetmesh.models.split.processor import EXAMPLES, PROCESSOR_FILES, Clip, Processor, as_tensor, processor_at
+from hetmesh.models.split.processor import EXAMPLES, Clip, Processor, as_tensor, processor_at
 from hetmesh.models.split.whole_model import WholeModel
+from hetmesh.recipe.hf_path import PROCESSOR_FILES
 
 
 class BatchRule(Protocol):
@@ -83,13 +84,13 @@ class Batching:
     """The rule of each name, for media of one kind.
 
     Attributes:
-        blank: the tensors of a small item, for a batch without items.
+        examples: the tensors of items of several sizes; the first is for a batch without items.
         blank_rows: rows that it makes.
         lists: names whose tensors the model takes as lists of numbers.
     """
 
     rules: Mapping[str, BatchRule]
-    blank: Unit
+    examples: tuple[Unit, ...]
     blank_rows: int
     lists: frozenset[str] = frozenset()
 
@@ -155,9 +156,9 @@ def measure(processor: Processor, kind: str) -> Batching:
     for key in processor.keys(kind):
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
-    small = processor(processor.written(kind), {kind: items[:1]})
-    rows = small.ids.count(processor.row_tokens[kind])
-    return Batching(rules, small.units[kind], rows, frozenset(processor.lists & rules.keys()))
+    made = [processor(processor.written(kind), {kind: [item]}) for item in items]
+    rows, units = int((made[0].ids == processor.row_tokens[kind]).sum()), tuple(each.units[kind] for each in made)
+    return Batching(rules, units, rows, frozenset(processor.lists & rules.keys()))
 
 
 def _pair(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,12 +14,11 @@ from torch import Tensor, nn
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
 from hetmesh.models.adapter import Abilities, AdapterRequest, SampleLike
-from hetmesh.models.collate import media_items
+from hetmesh.models.collate import media_items, stacked
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.named.encoder import check_encoder
-from hetmesh.models.split.audio_calls import audio_call, features_of_padded
-from hetmesh.models.split.item_calls import ItemCall, apart, image_call
+from hetmesh.models.split.tower_alone import INPUTS
 from hetmesh.models.split.tower_plan import (
     hand_on,
     largest_parts,
@@ -39,15 +39,15 @@ class HfEncoderAdapter(PartAdapter):
     """The whole model without its LLM, called through its own `get_image_features` or `get_audio_features`.
 
     Attributes:
-        call: how items that are tensors are given to it; None: only units of the directory's processor are.
-        units: how those that the directory's processor makes are; None: it has none.
+        item: the shape of an item that is a tensor, of a tower that takes nothing beside; None: it takes units alone.
+        units: how what the directory's processor makes is given to it; None: it has none.
         projects: its rows are those for the LLM; else what the projector takes, which is a separate module.
     """
 
     whole: WholeModel
     part: str
     media: str
-    call: ItemCall | None
+    item: tuple[int, ...] | None
     units: UnitCalls | None = None
     projects: bool = True
     in_features: None = None
@@ -69,12 +69,12 @@ class HfEncoderAdapter(PartAdapter):
             raise RecipeError(f"{request.key}.media = {media!r}: {whole.model_class.__name__} has towers for {read}")
         units, reason = unit_calls(whole, kinds)
         try:
-            call = _call(whole, kinds[0])
+            item = _item_shape(whole, media)
         except LookupError as error:
             if units is None:
-                reason = reason or f"{whole.model_class.__name__}: {error.args[0]}"
+                reason = reason or f"{whole.pretrained} has no processor of {media!r}, and {error.args[0]}"
                 raise RecipeError(f"{request.key}: {reason}") from error
-            call = None
+            item = None
         if not projects:
             _ = whole.owners_apart
         if share := getattr(whole.config_of(part), "encoder_layerdrop", 0):
@@ -82,14 +82,14 @@ class HfEncoderAdapter(PartAdapter):
                 f"{request.key}: its config.json says {part}_config.encoder_layerdrop = {share}; every layer runs in "
                 "every microbatch, on every rank, so it must be 0"
             )
-        adapter = cls(whole, part, media, call, units, projects)
+        adapter = cls(whole, part, media, item, units, projects)
         try:
             try:
-                _ = adapter._rows_of_part
+                _ = adapter._rows_of_item
             except SampleError:
                 if units is None:
                     raise
-                adapter = replace(adapter, call=None)
+                adapter = replace(adapter, item=None)
             _ = adapter._blank_rows
             if not projects:
                 adapter.check_nothing_follows()
@@ -123,7 +123,6 @@ class HfEncoderAdapter(PartAdapter):
             placed_rows=self.placed_rows,
             unit_kinds=() if self.units is None else tuple(self.units.batchings),
             side_outputs=tuple(name for name in self._blank_rows if name),
-            item_grid=self._grid if self.call is not None and self.call.grid(self.call.blank) is not None else None,
             attention_dropout=getattr(config, "attention_dropout", None) or 0.0,
             stored_forms=self.whole.stored_forms,
         )
@@ -136,7 +135,7 @@ class HfEncoderAdapter(PartAdapter):
         if bare:  # an embedding's own norm, which some towers apply to their rows, too (Muse Spark)
             holder = module
             for name in self.whole.embedding.split("."):
-                holder = holder._modules.setdefault(name, nn.Module())
+                holder = holder._modules.setdefault(name, _OfLlm())
             holder._modules |= bare
         if not self.projects:
             parent, _, child = self.whole.projector.rpartition(".")
@@ -225,19 +224,6 @@ class HfEncoderAdapter(PartAdapter):
                     part._parameters[name] = nn.Parameter(zeros, requires_grad=False)
         return module
 
-    def _probe(self, shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """What one item of `shape` becomes, on the meta device."""
-        known = self.__dict__.setdefault("_probed", {})
-        if shape not in known:
-            try:
-                known[shape] = self._rows(self._flat, self._collated(shape))
-            except Exception as error:  # whatever the model makes of a size that it does not know
-                raise SampleError(
-                    f"{self.whole.model_class.__name__} cannot read {self.media!r} of shape {shape}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        return known[shape]
-
     def _rows(self, module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         with torch.no_grad():
             outputs = self.encode(module, batch)
@@ -246,94 +232,80 @@ class HfEncoderAdapter(PartAdapter):
     @property
     def _blank(self) -> dict[str, Any]:
         """The smallest item, which a batch without items computes and drops: all parameters take part in every one."""
-        if self.units is not None:
-            return self.units.blank()
-        assert self.call is not None
-        return self._collated(self.call.blank)
+        return self._ones(1) if self.units is None else self.units.blank()
 
     @cached_property
     def _blank_rows(self) -> dict[str, Tensor]:
-        if self.units is None:
-            assert self.call is not None
-            return self._probe(self.call.blank)
+        return self._rows_of(self._blank, f"what its processor makes of {self.media!r}" if self.units else None)
+
+    @cached_property
+    def _rows_of_item(self) -> int:
+        return 0 if self.item is None else len(self._rows_of(self._ones(1))[""])
+
+    def _rows_of(self, batch: Mapping[str, Any], what: str | None = None) -> dict[str, Tensor]:
         try:
-            return self._rows(self._flat, self._blank)
+            return self._rows(self._flat, batch)
         except Exception as error:  # whatever the model makes of it
             raise SampleError(
-                f"{self.whole.model_class.__name__} cannot read what its processor makes of {self.media!r}: "
+                f"{self.whole.model_class.__name__} cannot read {what or f'{self.media!r} of shape {self.item}'}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def _collated(self, extent: tuple[int, ...]) -> dict[str, Tensor]:
-        """An item of ones."""
-        assert self.call is not None
-        shape, size = apart(self.call, extent)
-        return self.call.collate([torch.ones(shape)], [size])
+    def _ones(self, items: int) -> dict[str, Any]:
+        assert self.item is not None
+        return {"media": torch.ones(items, *self.item)}
 
-    def encode(self, module: Any, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of all items of a `batch` that `call` collated, as `""`, and side outputs by name."""
+    def examples(self) -> list[tuple[dict[str, Any], int]]:
+        """Batches of items of several sizes, each alone, and of all together; with how many there are."""
+        if self.units is None:
+            return [(self._ones(items), items) for items in (1, 3)]
+        ((kind, batching),) = self.units.batchings.items()
+        chosen = [*([unit] for unit in batching.examples), batching.examples]
+        return [(self.units.collated({kind: units}), len(units)) for units in chosen]
+
+    def encode(self, module: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The rows of all items of a `batch` of `collate`, as `""`, and side outputs by name."""
         dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-        if "media" not in batch:
-            assert self.units is not None
-            outputs = [_by_name(out) for out in self.units.rows(module, batch, dtype)]
-            return {name: torch.cat([each[name] for each in outputs]) for name in outputs[0]}
-        assert self.call is not None
-        arguments = self.call.arguments({**batch, "media": batch["media"].to(dtype)})
-        method = features_of(module, kinds_of(self.media)[0])
-        if method is None:
-            return {"": features_of_padded(module, **arguments)}
-        out = method(**arguments, return_dict=True)
-        kept = None if "kept" not in batch else len(batch["kept"])
-        return _by_name(out, out.pooler_output[:kept])
-
-    def _grid(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        assert self.call is not None
-        self.call.check(shape)
-        grid = self.call.grid(shape)
-        assert grid is not None
-        return grid
+        if "media" in batch:
+            given = {INPUTS[self.media]: batch["media"].to(dtype)}
+            return _by_name(features_of(module, self.media)(**given, return_dict=True))
+        assert self.units is not None
+        outputs = [_by_name(out) for out in self.units.rows(module, batch, dtype)]
+        return {name: torch.cat([each[name] for each in outputs]) for name in outputs[0]}
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        if self.call is None:
+        if self.item is None:
             raise SampleError(
                 f"{self.whole.model_class.__name__} reads {self.media!r} as its own processor prepares them, and the "
-                "data source hands over tensors"
+                "data source hands over tensors; let it hand over what that makes of a sample, as Sample.units (see "
+                "hetmesh.data.preparation.Preparation)"
             )
-        shape = tuple(shape)
-        self.call.check(shape)
-        if self._rows_of_part:
-            return self._rows_of_part * self.call.units(shape)
-        return len(self._probe(shape)[""])
-
-    @cached_property
-    def _rows_of_part(self) -> int:
-        """Rows of each of the equal parts of an item, where a small and a larger one have as many; else 0."""
-        if self.call is None:
-            return 0
-        small, larger = (divmod(len(self._probe(s)[""]), self.call.units(s)) for s in self.call.examples())
-        return small[0] if small == larger and small[1] == 0 else 0
+        if tuple(shape) != self.item:
+            raise SampleError(
+                f"{self.media!r} items that are tensors must be of shape {self.item}, got {tuple(shape)}; others are "
+                "what the directory's own processor makes"
+            )
+        return self._rows_of_item
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Any]:
         if self.units is not None and all(item.runs for item in self._items(metas)):
             return self.units.batch(samples, metas, self.placed_rows)
-        return self._batch(media_items(samples, metas, self.media), metas)
+        items = media_items(samples, metas, self.media, self.item)
+        return {"media": stacked(items)} | self._counted(items) if items else self.stage_batch(metas)
 
     def _items(self, metas: Sequence[SampleMeta]) -> list[MediaItem]:
         return [item for meta in metas for item in meta.media if item.name in kinds_of(self.media)]
 
     def stage_batch(self, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
         """What later stages read: of the same shapes. (Of units they are the units themselves.)"""
-        if self.units is not None and not self._items(metas):  # as in `collate`
+        items = self._items(metas)
+        if self.units is not None and not items:  # as in `collate`
             return self.units.batch((), (), self.placed_rows)
-        assert self.call is not None
-        return self._batch([torch.ones(apart(self.call, item.extent)[0]) for item in self._items(metas)], metas)
+        return self._ones(max(len(items), 1)) | self._counted(items)
 
-    def _batch(self, items: Sequence[Tensor], metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        known = self._items(metas)
-        rows = sum(self.item_rows(item.extent) for item in known)
-        assert self.call is not None
-        batch = self.call.collate(items, [item.size for item in known]) if items else self._collated(self.call.blank)
-        return {**batch, "rows": torch.zeros(rows, 0)}
+    def _counted(self, items: Sequence[Any]) -> dict[str, Tensor]:
+        """As many rows as items make, without features."""
+        return {"rows": torch.zeros(len(items) * self._rows_of_item, 0)}
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
@@ -357,23 +329,47 @@ class HfEncoderAdapter(PartAdapter):
         return outputs if len(outputs) > 1 else outputs[""]
 
 
-def _call(whole: WholeModel, media: str) -> ItemCall:
-    """Raises LookupError: items are not handed over as tensors."""
+class _OfLlm(nn.Module):
+    """In the place of an LLM, or of its embedding, what that has beside weights."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return next(self.children())
+
+
+def _item_shape(whole: WholeModel, media: str) -> tuple[int, ...]:
+    """The shape of a media item that is a tensor, by the config: of images of one size, or recordings padded to one
+    length, that a model takes without further arguments. Raises LookupError: it takes others."""
+    name, method = INPUTS.get(media), features_of(whole.model, media)
+    parameters = {} if method is None else inspect.signature(method).parameters
+    required = {n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if name is None or name not in parameters:
+        raise LookupError(f"its get_{media}_features does not take {name or media}")
+    if more := sorted(required - {name} | parameters.keys() & {"image_grid_thw", "pixel_attention_mask"}):
+        raise LookupError(f"its get_{media}_features takes {more} too, which only that makes")
+    tower = getattr(whole.config, "vision_config" if media == "image" else "audio_config", whole.config)
     try:
-        name = whole.family.calls.get(media)
-        return (audio_call if media == "audio" else image_call)(name, whole.model, whole.config)
+        if media == "audio":
+            return tower.num_mel_bins, 2 * tower.max_source_positions  # the first convolutions halve them
+        height, width = _pair(tower.image_size)
     except (AttributeError, TypeError) as error:
         raise LookupError(f"the config of its tower does not say what its items are like: {error}") from error
+    return getattr(tower, "num_channels", None) or getattr(tower, "in_channels", None) or 3, height, width
 
 
-def _by_name(out: Any, rows: Any = None) -> dict[str, Tensor]:
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, Mapping):
+        value = (value["height"], value["width"])
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _by_name(out: Any) -> dict[str, Tensor]:
     """The rows that a model's method gave, as `""`, and its side outputs by name."""
     if isinstance(out, Tensor):
         return {"": out}
     features = getattr(out, "deepstack_features", None) or ()
     of_layers = [each if isinstance(each[0], int) else (i, each) for i, each in enumerate(features)]
     named = {f"{FEATURE}{layer}": joined_rows(feature) for layer, feature in of_layers}
-    rows = out.pooler_output if rows is None else rows
+    rows = out.pooler_output
     if rows is None and named:  # it is these alone that its LLM adds, to zeros
         rows = 0 * next(iter(named.values()))
     if (inside := getattr(out, "attention_mask", None)) is not None and getattr(rows, "ndim", 0) == inside.ndim + 1:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 Unit = Mapping[str, Tensor]
@@ -45,9 +46,9 @@ class Made:
 
     Attributes:
         given, expanded: the text that it expanded (the caller's, perhaps with a BOS before it), and what it became.
-        ids: token ids.
-        offsets: characters `[start, stop)` of the expanded text that each token stands for; `(0, 0)` for one that
-            stands for none.
+        ids: token ids, int64 `[tokens]`.
+        offsets: characters `[start, stop)` of the expanded text that each token stands for, int64 `[tokens, 2]`;
+            `(0, 0)` for one that stands for none.
         places: of the items, in order.
         units: tensors by kind of media.
         answer: which tokens are the suffix; empty without one.
@@ -55,8 +56,8 @@ class Made:
 
     given: str
     expanded: str
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    ids: np.ndarray
+    offsets: np.ndarray
     places: list[PlaceOfItem]
     units: Mapping[str, Unit]
     answer: list[bool]

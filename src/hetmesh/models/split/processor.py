@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,9 +43,6 @@ METHODS: Mapping[str, str] = MappingProxyType(
     {"image": "_process_images", "video": "_process_videos", "audio": "_process_audio"}
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
-
-PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-"""Files of which a directory with a processor has one."""
 
 T = TypeVar("T")
 
@@ -92,10 +90,10 @@ class Processor:
         self.suffix = "suffix" in taken
         self._absent: dict[str, Any] = dict.fromkeys(taken.keys() & set(ARGUMENTS.values()))  # some have no default
         self._check_options()
-        self._text, self._expanded, self._offsets = "", "", list[tuple[int, int]]()
+        self._text, self._expanded, self._runs_as_one = "", "", False
         self._places: list[PlaceOfItem] | None = None
         self.lists = set[str]()
-        self._encoded: list[int] = []
+        self._encoded, self._offsets = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
         self.text_arguments: dict[str, Any] = {}
         self.media_arguments: dict[str, dict[str, Any]] = {}
         self._record()
@@ -117,12 +115,19 @@ class Processor:
     def _record(self) -> None:
         """Have the processor's tokenizer and its expansion of texts note what they do."""
         tokenizer, expand = self.own.tokenizer, self.own.get_text_with_replacements
+        tokenize = self._tokenize = type(tokenizer).__call__
 
         def tokenized(self_: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-            out = type(tokenizer).__mro__[1].__call__(self_, text, *args, **kwargs)
-            if isinstance(text, list) and len(text) == 1:
-                self._expanded, self.text_arguments = text[0], kwargs
-                self._encoded, self._offsets = out.encodings[0].ids, out.encodings[0].offsets
+            if not isinstance(text, list) or len(text) != 1:
+                return tokenize(self_, text, *args, **kwargs)
+            self._expanded, self.text_arguments = text[0], kwargs
+            if self._runs_as_one and not args:
+                with suppress(ValueError):  # then all of them
+                    self._encoded, self._offsets, out = self.tokenized(text[0], kwargs)
+                    return out
+            out = tokenize(self_, text, *args, **kwargs)
+            made = out.encodings[0]
+            self._encoded, self._offsets = np.array(made.ids), np.array(made.offsets).reshape(-1, 2)
             return out
 
         def expanded(text: list[str], *replacements: Any, **named: Any) -> Any:
@@ -145,7 +150,7 @@ class Processor:
 
     def written(self, kind: str) -> str:
         """What a chat template writes for an item."""
-        return str(getattr(self.own, f"{kind}_token"))
+        return str(getattr(self.own, f"{kind}_placeholder_token", None) or getattr(self.own, f"{kind}_token"))
 
     def __call__(
         self,
@@ -153,6 +158,7 @@ class Processor:
         media: Mapping[str, Sequence[Any]],
         answer: str | None = None,
         blanks: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+        runs_as_one: bool = False,
     ) -> Made:
         """Prepare one text, with as many items of each kind as it has places for. Raises whatever the processor raises.
 
@@ -160,6 +166,7 @@ class Processor:
             answer: of a processor that takes a `suffix`.
             blanks: sizes of media of which only the rows are asked for, and videos as blank clips; their units are not
                 whole.
+            runs_as_one: whether of runs of row tokens one is tokenised (`tokenized`).
         """
         options = self.options | self.without_bos(text)
         given = {kind: [items] for kind, items in media.items() if items}
@@ -169,13 +176,16 @@ class Processor:
         if answer is not None:
             options["suffix"] = answer
         keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
-        self._text, self._places, self._offsets = text, None, []
-        out = self.own(text=[text], return_tensors="pt", **options)
-        ids = _listed(out["input_ids"][0])
+        self._text, self._places, self._runs_as_one = text, None, runs_as_one
+        try:
+            out = self.own(text=[text], return_tensors="pt", **options)
+        finally:
+            self._runs_as_one = False
+        ids = np.asarray(out["input_ids"][0])
         before = len(ids) - len(self._encoded)
-        if before < 0 or ids[before:] != self._encoded:
+        if before < 0 or not np.array_equal(ids[before:], self._encoded):
             raise ValueError(f"{type(self.own).__name__} changes tokens after its tokenizer made them")
-        offsets = [(0, 0)] * before + self._offsets
+        offsets = np.concatenate([np.zeros((before, 2), np.int64), self._offsets])
         types = out.get("token_type_ids") if answer is not None else None
         said = [bool(each) for each in types[0]] if types is not None else []
         units = {kind: {key: as_tensor(out[key]) for key in keys[kind] if key in out} for kind in given}
@@ -267,14 +277,47 @@ class Processor:
             made = self(self.written(kind), {kind: [self.blank(kind, EXAMPLES[kind][1])]})
             inside = [
                 i
-                for i, (a, b) in zip(made.ids, made.offsets, strict=True)
+                for i, (a, b) in zip(made.ids.tolist(), made.offsets.tolist(), strict=True)
                 if any(start < b and a < stop for start, stop in (place.after for place in made.places))
             ]
             named = [config.get(f"{kind}_token_{key}") for key in ("id", "index")]
             inside = [i for i in inside if i in named] or [i for i in inside if i in special] or inside
-            return Counter(inside or made.ids).most_common(1)[0][0]
+            return Counter(inside or made.ids.tolist()).most_common(1)[0][0]
 
         return _ByKind(self, found)
+
+    def tokenized(self, text: str, arguments: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, Any]:
+        """Ids of a text, int64 `[tokens]`, the characters that each stands for, `[tokens, 2]`, and all that its
+        tokenizer makes when it is called with `arguments`: of each run of a row token one is tokenised, and repeated.
+        Raises ValueError: its tokens are not the runs, or it may pad or cut them."""
+        pads = arguments.get("padding") == "max_length" or arguments.get("pad_to_multiple_of")
+        if pads or arguments.get("truncation"):
+            raise ValueError("what is padded or cut depends on how many tokens there are")
+        times, tensors = list[int](), arguments.get("return_tensors")
+
+        def one(run: re.Match[str]) -> str:
+            times.append(len(run[0]) // len(run[1]))
+            return run[1]
+
+        row_ids, runs = self._runs
+        made = self._tokenize(self.tokenizer, [runs.sub(one, text)], **{**arguments, "return_tensors": None})
+        ids, copies = np.array(made.encodings[0].ids), np.ones(len(made.encodings[0].ids), np.int64)
+        copies[(ids[:, None] == row_ids).any(1)] = times  # raises ValueError where they are others
+        offsets = np.repeat(np.array(made.encodings[0].offsets).reshape(-1, 2), copies, axis=0)
+        further = offsets[:, 1] - offsets[:, 0]
+        further[np.cumsum(copies) - copies] = 0  # the first of each run was there
+        offsets += (np.cumsum(further) * offsets.any(1))[:, None]  # some tokens stand for no text
+        repeated = {key: np.repeat(values, copies, axis=1) for key, values in made.items()}
+        whole = type(made)({k: v if tensors else v.tolist() for k, v in repeated.items()}, tensor_type=tensors)
+        return np.repeat(ids, copies), offsets, whole
+
+    @cached_property
+    def _runs(self) -> tuple[np.ndarray, re.Pattern[str]]:
+        """Row tokens that are special ones, which a tokenizer finds before anything else, and their runs."""
+        special = self.tokenizer.added_tokens_decoder
+        known = [token for token in set(self.row_tokens.values()) if token in special]
+        texts = "|".join(re.escape(special[token].content) for token in known)
+        return np.array(known, np.int64), re.compile(rf"({texts or '(?!)'})\1*")
 
 
 class _ByKind(dict[str, T]):
@@ -300,19 +343,15 @@ EXAMPLES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType(
     {
         "image": ((60, 180), (230, 150), (90, 90)),
         "video": ((4, 64, 96), (8, 112, 84), (4, 64, 96)),
-        "audio": ((3200,), (16000,), (8000,)),
+        "audio": ((3200,), (16000,), (7200,)),
     }
 )
-"""Sizes of a small item, of a larger one, and of one more."""
+"""Sizes of a small item, of a larger one, and of one more; that of the last recording is no even number of frames."""
 
 _TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}) | {
     "text_replacement_offsets",
     "video_metadata",
 }
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.numpy().tolist() if isinstance(values, Tensor) else list(values)
 
 
 SECONDS = ("second_per_grid_ts", "video_second_per_grid")

@@ -55,18 +55,19 @@ def has_plain_positions(whole: WholeModel) -> bool:
         own = {"image": lambda shape: (1, *shape)}
         try:
             found = _by_model(whole, PROBE, own)
-        except (AttributeError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, TypeError) as error:
             raise RecipeError(
-                f"{whole.pretrained}: its get_rope_index does not take images of one row per merged patch: "
-                f"{' '.join(str(error).split())}"
+                f"{whole.pretrained}: its get_rope_index does not take grids of images: {' '.join(str(error).split())}"
             ) from error
+        except (RuntimeError, ValueError, IndexError):  # of other rows than one per merged patch
+            found = ()
         whole.__dict__["_plain_positions"] = found == multimodal_positions(PROBE, own)
     return bool(whole.__dict__["_plain_positions"])
 
 
 def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> Positions:
     config = whole.config.vision_config
-    known = {item: grid for item in meta.media if (grid := grid_of(meta, item, grids)) is not None}
+    known = {i: grid for i in meta.media if (grid := grid_of(meta, i, grids, of_rows=False)) is not None}
     found: dict[int, list[tuple[int, int, int]]] = {kind: [] for kind in GRIDS}
     end = (-1, 0)
     for item, (frames, height, width) in known.items():
@@ -78,18 +79,19 @@ def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]
                     "between them"
                 )
             end = (position + rows, _type(item))
-        if _type(item) == VIDEO_TYPE:
-            frames *= getattr(config, "temporal_merge_size", 1)
         found[_type(item)].append((frames, *(n * config.spatial_merge_size for n in (height, width))))
     inner: Any = whole.model.get_submodule(whole.decoder.rpartition(".")[0])
     kinds = media_tokens(meta, tuple(known))
     marked = {"input_ids": _with_tokens_around(whole, kinds)} if whole.around else {"mm_token_type_ids": kinds}
     given = {"input_ids": torch.zeros_like(kinds), "image_grid_thw": None, **marked}
+    given["attention_mask"] = torch.ones_like(kinds)
     given |= {GRIDS[kind]: torch.tensor(grids) for kind, grids in found.items() if grids}
     if found[VIDEO_TYPE]:
         given |= _seconds(inner, meta)
     positions, _ = inner.get_rope_index(**given)
-    return tuple(tuple(axis) for axis in positions[:, 0].tolist())
+    if bool((positions != positions.long()).any()):  # of frames that last no whole number of steps (Qwen3-Omni)
+        raise SampleError(f"sample {meta.id!r}: {whole.model_class.__name__} gives it positions that are no integers")
+    return tuple(tuple(axis) for axis in positions[:, 0].long().tolist())
 
 
 def media_tokens(meta: SampleMeta, items: Sequence[MediaItem] | None = None) -> torch.Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from hetmesh._torch_compat import tree_leaves
 from hetmesh.errors import HetmeshError
 from hetmesh.graph.module_graph import Activation
-from hetmesh.models.split.item_calls import apart
 from hetmesh.models.split.tower_plan import tower_blocks
 from hetmesh.parallel.stage_views import is_absent, shared_parameters, view
 from hetmesh.parallel.tensor_parallel import within
@@ -100,22 +99,20 @@ def stages_of(adapter: Any, tower: nn.Module, hollow: nn.Module) -> dict[str, An
         tower: on the meta device.
         hollow: with zeros for weights, its blocks handing on what they get.
     """
-    layers, blocks, call = adapter.layers(), tower_blocks(tower), adapter.call
+    layers, blocks = adapter.layers(), tower_blocks(tower)
     draw = torch.Generator().manual_seed(0)
 
-    def calls(*extents: tuple[int, ...]) -> tuple[Encode, Encode]:
-        shapes, sizes = zip(*(apart(call, extent) for extent in extents), strict=True)
-        items = [torch.randn(s, generator=draw) for s in shapes], [torch.ones(s) for s in shapes]
-        drawn, ones = (partial(adapter.encode, batch=call.collate(each, sizes)) for each in items)
-        return drawn, ones
+    def call(batch: Mapping[str, Any]) -> tuple[Encode, Encode]:
+        drawn = _with_values(batch, lambda shape: torch.randn(shape, generator=draw))
+        return partial(adapter.encode, batch=drawn), partial(adapter.encode, batch=_with_values(batch, torch.ones))
 
     try:
         if outside := [name for name, _ in tower.named_parameters() if not within(name, *layers)]:
             raise NoStages(f"its parameters {outside[:3]} belong to none of its layers")
         if shared_parameters(tower) or not blocks:
             raise NoStages("its layers share parameters, or none are alike")
-        small, larger = call.examples()
-        activation, first, last = _find(hollow, layers, blocks, [calls(small), calls(larger), calls(small, larger)])
+        batches, items = zip(*adapter.examples(), strict=True)
+        activation, first, last = _find(hollow, layers, blocks, [call(batch) for batch in batches], items)
     except NoStages as reason:
         return {"reasons": {"activation": str(reason)}}
     except Exception as error:  # whatever the model makes of random items
@@ -123,11 +120,24 @@ def stages_of(adapter: Any, tower: nn.Module, hollow: nn.Module) -> dict[str, An
     return {"activation": activation, "first_layers": first, "last_layers": last}
 
 
+def _with_values(value: Any, make: Callable[[torch.Size], Tensor]) -> Any:
+    """A batch whose numbers are those that `make` makes; whole ones (sizes) and masks stay."""
+    if isinstance(value, Mapping):
+        return {key: each if key.endswith("mask") else _with_values(each, make) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_values(each, make) for each in value]
+    return make(value.shape) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def _find(
-    hollow: nn.Module, layers: Sequence[str], blocks: Sequence[str], calls: Sequence[tuple[Encode, Encode]]
+    hollow: nn.Module,
+    layers: Sequence[str],
+    blocks: Sequence[str],
+    calls: Sequence[tuple[Encode, Encode]],
+    items: Sequence[int],
 ) -> tuple[Activation, tuple[str, ...], tuple[str, ...]]:
-    """What passes between stages; the layers that the first and the last one must hold. `calls`: of an item, of a
-    larger one and of both, each with the same for their shapes alone."""
+    """What passes between stages; the layers that the first and the last one must hold. `calls`: of so many `items`,
+    each with the same for their shapes alone."""
     shapes: list[dict[str, torch.Size]] = [{} for _ in calls]
     with torch.no_grad():
         outputs = [call(_marked(hollow, layers, seen)) for (call, _), seen in zip(calls, shapes, strict=True)]
@@ -143,12 +153,16 @@ def _find(
         at = layers.index(blocks[0]) + 1
         first = next((cut + 1 for cut in range(at, 0, -1) if not works([cut])), 1)
         last = next((cut for cut in range(len(layers) - 1, at - 1, -1) if works([cut])), 0)
-        if first > at or not last or not works(range(first, last + 1)) or not works([last], (1, 2)):
+        if first > at or not last or not works(range(first, last + 1)) or not works([last], range(1, len(calls))):
             raise NoStages("cut between its blocks, it computes something else")
     rows, passed = [len(output[""]) for output in outputs], [seen[blocks[0]][:-1].numel() for seen in shapes]
-    ratio = Fraction(passed[1] - passed[0], rows[1] - rows[0]) if rows[1] != rows[0] else Fraction(0)
-    per_item = passed[0] - ratio * rows[0]
-    if min(ratio, per_item) < 0 or per_item.denominator > 1 or passed[2] != ratio * rows[2] + 2 * per_item:
+    ratio = Fraction(passed[0], rows[0])
+    for n, more, of_items in zip(rows, passed, items, strict=True):
+        if of_items == items[0] and n != rows[0]:
+            ratio = Fraction(more - passed[0], n - rows[0])
+    per_item = (passed[0] - ratio * rows[0]) / items[0]
+    expected = [ratio * n + per_item * count for n, count in zip(rows, items, strict=True)]
+    if min(ratio, per_item) < 0 or per_item.denominator > 1 or passed != expected:
         raise NoStages("how much passes between its blocks does not follow from its rows")
     features, per_row, of_rows = shapes[0][blocks[0]][-1], ratio.numerator, ratio.denominator
     activation = Activation(features, per_row=per_row, per_item=int(per_item), of_rows=of_rows)
@@ -202,7 +216,7 @@ def _marked(hollow: nn.Module, layers: Sequence[str], shapes: dict[str, torch.Si
             made, given = _first(output), [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             shapes[name] = made.shape
             mark = i + sum(x.float().clamp(-9, 9).mean() for x in given)  # masks are of infinities
-            places = torch.arange(made.numel()).view(made.shape)
+            places = (torch.arange(made.numel()) % 61).view(made.shape)  # small: else rounding shows, see `_close`
             return _with_first(output, (made + mark + places).sin())
 
         layer.forward = forward

@@ -14,7 +14,7 @@ from torch import Tensor
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import SampleLike
-from hetmesh.models.split.audio_calls import features_of_padded
+from hetmesh.models.config_keys import hf
 from hetmesh.models.split.batching import Batching, batching_of
 from hetmesh.models.split.made import Unit
 from hetmesh.models.split.whole_model import WholeModel, features_of
@@ -36,9 +36,10 @@ class UnitCalls:
 
     def blank(self) -> dict[str, Any]:
         """The smallest item of each kind."""
-        return self._collated({kind: [batching.blank] for kind, batching in self.batchings.items()})
+        return self.collated({kind: [batching.examples[0]] for kind, batching in self.batchings.items()})
 
-    def _collated(self, units: Mapping[str, Sequence[Unit]]) -> dict[str, Any]:
+    def collated(self, units: Mapping[str, Sequence[Unit]]) -> dict[str, Any]:
+        """Units by kind -> the tensors of all."""
         collated = {kind: self.batchings[kind].collate(each) for kind, each in units.items()}
         return {f"{kind}.{key}": value for kind, batch in collated.items() for key, value in batch.items()}
 
@@ -61,7 +62,7 @@ class UnitCalls:
         start, end = dict.fromkeys(made, 0), 0
         for kind, each in units.items():
             start[kind], end = end, end + (made[kind] or self.batchings[kind].blank_rows)
-            each.extend([] if each else [self.batchings[kind].blank])
+            each.extend([] if each else [self.batchings[kind].examples[0]])
         take = [
             torch.arange(ratio * (start[kind] + first), ratio * (start[kind] + first + rows))
             if first >= 0
@@ -70,7 +71,7 @@ class UnitCalls:
         ]
         rows, made_rows = torch.cat(take) if take else torch.zeros(0, dtype=torch.int64), torch.zeros(ratio * end, 0)
         try:
-            collated = self._collated(units)
+            collated = self.collated(units)
         except RuntimeError as error:  # of tensors that do not go together, though those did that were measured
             raise SampleError(
                 f"samples {[sample.id for sample in samples]}: what the directory's processor makes of their media has "
@@ -134,3 +135,17 @@ def joined_rows(rows: Any) -> Tensor:
     """Rows `[n, features]` from a tensor, or from one tensor per item."""
     parts = [rows] if isinstance(rows, Tensor) else list(rows)
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def features_of_padded(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
+    """The rows `[n, features]` of recordings, of a model without `get_audio_features`: tower and projector, and masks
+    of both as its forward has them (transformers' `Qwen2AudioModel.forward`)."""
+    tower = model.get_encoder("audio")
+    lengths, rows = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    inside = torch.arange(tower.config.max_source_positions, device=lengths.device) < lengths[:, None]
+    mask = hf("masking_utils.create_bidirectional_mask")(
+        config=tower.config, inputs_embeds=input_features.new_zeros(*inside.shape, 1), attention_mask=inside.long()
+    )
+    hidden = tower(input_features, attention_mask=mask).last_hidden_state
+    projected = model.base_model.multi_modal_projector(hidden)
+    return projected[torch.arange(projected.shape[1], device=rows.device) < rows[:, None]]

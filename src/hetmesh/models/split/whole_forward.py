@@ -14,7 +14,8 @@ from hetmesh.models.adapter import SampleLike
 from hetmesh.models.split.encoder_half import HfEncoderAdapter
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import media_tokens
-from hetmesh.models.split.whole_model import WholeModel, features_of
+from hetmesh.models.split.tower_alone import INPUTS
+from hetmesh.models.split.whole_model import WholeModel
 
 
 def load_whole(whole: WholeModel) -> Any:
@@ -39,19 +40,8 @@ def whole_logits(
     for kind, unit in sample.units.items():  # of one sample: what the processor made, as it is
         made = {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
         arguments |= batchings[kind].as_taken(made)
-    for kind, encoder in encoders.items():
-        items = sample.media.get(kind, ())
-        if not items:
-            continue
-        assert encoder.call is not None
-        sizes = [item.size for item in meta.media if item.name == kind]
-        batch = encoder.call.collate([item.to(dtype) for item in items], sizes)
-        given = encoder.call.arguments(batch)
-        if "kept" in batch:  # called with more than these
-            out = features_of(model, kind)(**given, return_dict=True)
-            out.pooler_output = out.pooler_output[: len(batch["kept"])]
-            given = {"mm_encoder_outputs": {kind: out}}
-        arguments |= given
+    for kind, items in sample.media.items():
+        arguments[INPUTS[kind]] = torch.stack([item.to(dtype) for item in items])
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
     if by_type and not whole.around:
         own = processor_at(whole.pretrained.path, str(whole.pretrained)).own if sample.units else None

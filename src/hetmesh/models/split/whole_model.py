@@ -108,7 +108,7 @@ class WholeModel:
         """Part -> FQN of its tower, without what follows it (projectors); empty for the whole model."""
         found = {}
         for media, part in TOWERS.items():
-            called = features_of(self.model, media) is not None or media in self.family.calls
+            called = features_of(self.model, media) is not None or media in self.family.by_parts
             tower = self.model.get_encoder(media) if self.has_llm else tower_of(self.model, media)
             if self.has_llm and tower is self.model:  # it has none by a name that transformers knows
                 tower = next((p for n, p in self.model.base_model.named_children() if _named(n, part)), None)
