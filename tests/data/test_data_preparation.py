@@ -365,6 +365,14 @@ def test_the_first_call_is_as_all_others(processors):
     assert [place.kind for place in first.places] == ["image"]
 
 
+def test_a_processor_that_changes_the_text_is_refused(processors, media, monkeypatch):
+    source = source_of(processors("llava"), media, asked())
+    processor = source.preparation.processor
+    monkeypatch.setattr(source.preparation, "_from_sizes", lambda text, *_: processor(text.upper(), {}))
+    with pytest.raises(SampleError, match="LlavaProcessor changes the text that it expands, so where the assistant"):
+        source.meta(0)
+
+
 def test_a_recording_whose_end_the_processor_would_drop_is_refused(processors, tmp_path):
     for name, seconds in (("whole", 2), ("long", 3)):
         with wave.open(str(tmp_path / f"{name}.wav"), "wb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,10 +32,10 @@ def directory(tmp_path, monkeypatch):
     return lambda *of: (make(*of, tmp_path), tmp_path)[1]
 
 
-def vision(path):
+def vision(path, **config):
     pretrained = Pretrained(path, "modules.vision.initial_load_path")
-    request = AdapterRequest("vision", media="image", consumers=("llm",), model="hf_encoder", pretrained=pretrained)
-    return HfEncoderAdapter.make(request)
+    how = {"media": "image", "consumers": ("llm",), "model": "hf_encoder", "pretrained": pretrained}
+    return HfEncoderAdapter.make(AdapterRequest("vision", config=config, **how))
 
 
 def test_samples_of_several_images_are_padded_though_two_of_alike_tiles_are_joined(directory):
@@ -63,6 +64,24 @@ def test_a_tower_that_reads_no_tensor_of_a_size_of_its_own_takes_what_the_proces
     adapter = vision(directory("llava_next", "LlavaNextForConditionalGeneration"))
     assert adapter.item is None
     assert set(adapter.units.batchings["image"].rules) == {"pixel_values", "image_sizes"}
+
+
+def test_a_projector_is_no_module_of_its_own_where_the_model_changes_what_it_gives(directory, monkeypatch):
+    from transformers import LlavaModel
+
+    path, own = directory("llava", "LlavaForConditionalGeneration"), LlavaModel.get_image_features
+    assert not vision(path, projector=False).projects
+
+    @functools.wraps(own)
+    def doubled(*args, **kwargs):
+        out = own(*args, **kwargs)
+        out.pooler_output = [2 * rows for rows in out.pooler_output]
+        return out
+
+    monkeypatch.setattr(LlavaModel, "get_image_features", doubled)
+    assert vision(path).projects
+    with pytest.raises(RecipeError, match=r"changes what its projector gives, .*; leave \[modules.projector\] out"):
+        vision(path, projector=False)
 
 
 def test_items_of_a_processor_that_expands_texts_its_own_way_are_between_what_is_around_them(processors):
