@@ -34,6 +34,7 @@ class Draft:
         world: ranks 0 to world - 1 may be used.
         tables: the recipe's tables so far.
         layers: FQNs of the layers of each module that can be cut into pipeline stages.
+        together: how many of them stay together at the beginning and at the end, where that is more than one.
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
         whole: modules that cannot split what lies between attention and MLP.
@@ -44,6 +45,7 @@ class Draft:
     world: int
     tables: Table = field(default_factory=dict)
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    together: dict[str, tuple[int, int]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     shares_tokens: tuple[str, ...] = (SINK,)
     whole: tuple[str, ...] = ()

@@ -133,9 +133,11 @@ def stages(draw: st.DrawFn, draft: Draft) -> None:
         sizes = [n for n in range(1, len(layers)) if pp * -(-len(layers) // (n * pp)) <= len(layers)]
         if how == "per stage" and sizes and draft.tables["modules"][name]["model"] != "whisper":
             table["pipeline_parallel_layers_per_stage"] = draw(st.sampled_from(sizes))
-        if how == "by name" and layers[0] != "conv1":
-            count = pp * draw(st.sampled_from([n for n in (1, 2) if n * pp <= len(layers)]))
-            cuts = draw(st.permutations(range(1, len(layers))))[: count - 1]
+        first, last = draft.together.get(name, (1, 1))
+        places = range(first, len(layers) - last + 1)
+        if how == "by name" and layers[0] != "conv1" and pp <= len(places) + 1:
+            count = pp * draw(st.sampled_from([n for n in (1, 2) if n * pp <= len(places) + 1]))
+            cuts = draw(st.permutations(places))[: count - 1]
             ends = [0, *sorted(cuts), len(layers)]
             table["module_fqns_per_model_part"] = [list(layers[a:b]) for a, b in itertools.pairwise(ends)]
 

@@ -77,6 +77,7 @@ def processors(draw: st.DrawFn, draft: Draft) -> None:
         draft.heads[name] = math.gcd(*adapter.tensor_parallel_sizes().values()) or 1
         if abilities.activation is not None:
             draft.layers[name] = adapter.layers()
+            draft.together[name] = len(abilities.first_layers) or 1, len(abilities.last_layers) or 1
         if not abilities.token_sharded:
             draft.whole += (name,)
     if draw(st.booleans()):
