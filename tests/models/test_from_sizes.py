@@ -1,5 +1,6 @@
 """Tokens planned from sizes are those that the processor makes of the media."""
 
+import logging
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -54,6 +55,7 @@ def test_tokens_are_those_of_real_media(name: str, kind: str, data: st.DataObjec
     planned = from_sizes(name)
     processor = planned.processor
     assert planned.way(kind) is WAYS[name][kind]
+    assert logging.root.manager.disable == logging.NOTSET
     assert planned.runs_as_one([kind]) is (planned.way(kind) is not None and name not in ASK_MORE)
     sizes = data.draw(st.lists(SIZES[kind], min_size=1, max_size=3 if kind == "image" else 1))
     text = data.draw(WORDS) + "".join(processor.written(kind) + data.draw(WORDS) for _ in sizes)
