@@ -19,6 +19,7 @@ from hetmesh.data import check_meta, make_source
 from hetmesh.data.metadata_index import build_index
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.models.split.processor import Processor
+from support.media_files import write_video
 from support.tiny_processors import change
 
 ORIENTATION = 0x0112
@@ -301,6 +302,48 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
+
+
+def watched(name):
+    """Turns with a video."""
+    parts = [{"type": "video", "path": name}, {"type": "text", "text": "Rain?"}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "No."}]}]
+
+
+def test_videos_are_sampled_where_an_option_asks_for_it(processors, tmp_path):
+    """`do_sample_frames` was once given twice, and videos refused as if the processor took none."""
+    from transformers.video_utils import load_video
+
+    clip, directory = write_video(tmp_path / "clip.mp4", count=24), processors("qwen3_vl")
+    source = source_of(directory, tmp_path, watched("clip.mp4"), processor_options={"do_sample_frames": True})
+    frames, metadata = load_video(str(clip), backend="pyav")
+    own, turns = own_of(directory), watched("clip.mp4")
+    given = {"videos": [[frames]], "video_metadata": [[metadata]], "do_sample_frames": True}
+    made = own(text=[own.apply_chat_template(turns)], return_tensors="pt", **given)
+    assert_equal(source, 0, made, ["No."], {"pixel_values_videos", "video_grid_thw"})
+
+
+def test_videos_that_a_processor_does_not_take_say_why(processors, tmp_path):
+    write_video(tmp_path / "short.mp4", count=3)
+    cases = {
+        "llava": ({}, "it has 'video', but LlavaProcessor takes image$"),
+        "internvl": ({"fps": 2}, "InternVLVideoProcessor cannot sample its 3 frames at 10 per second: division by"),
+    }
+    for family, (options, says) in cases.items():
+        with pytest.raises(SampleError, match=says):
+            source_of(processors(family), tmp_path, watched("short.mp4"), processor_options=options).meta(0)
+    with pytest.raises(RecipeError, match=r"does not take 'image' of size .* with \{'max_pixels': 'few'\}"):
+        source_of(processors("qwen2_5_vl"), tmp_path, asked(), processor_options={"max_pixels": "few"})
+
+
+def test_files_that_are_no_images_say_so(processors, tmp_path):
+    (tmp_path / "a.png").write_text("not found")
+    source = source_of(processors("llava"), tmp_path, asked("a.png"), asked("/9j/" * 2000))
+    for read in (source.meta, source.load):
+        with pytest.raises(SampleError, match=r"cannot read .*a\.png: it is no image that Pillow knows"):
+            read(0)
+    with pytest.raises(SampleError, match=r"'talk 1': '(/9j/){10}'\.\.\. has 8000 characters, .* as a data URL"):
+        source.meta(1)
 
 
 def test_a_weight_of_0_leaves_a_turn_out_of_the_targets(processors, media):

@@ -10,7 +10,6 @@ import bisect
 import io
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -101,10 +100,21 @@ class Preparation:
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
             if fewer and (chat := Chat(folder, fewer, template or default, key)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
-        self.placeholders = dict[str, int]()
-        for kind in kinds:  # one that it cannot make hinders no others: the module that reads it says why
-            with one_torch_thread(), nullcontext() if kind == kinds[0] else suppress(RecipeError):
-                self.placeholders[kind] = self.processor.row_tokens[kind]
+        self.placeholders, self._refused = dict[str, int](), dict[str, str]()
+        for kind in kinds:  # one that it cannot make hinders no others
+            try:
+                with one_torch_thread():
+                    self.placeholders[kind] = self.processor.row_tokens[kind]
+            except RecipeError as error:
+                if kind == kinds[0]:
+                    raise
+                self._refused[kind] = str(error)
+
+    def why_not(self, kind: str) -> str:
+        """Why there is no placeholder for media of that kind."""
+        if kind in self.processor.kinds:
+            return self._refused.get(kind, f"the chat template writes no {kind!r}")
+        return f"{type(self.processor.own).__name__} takes {', '.join(self.processor.kinds)}"
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
         """A conversation of `(role, text)` turns. Raises SampleError: template or processor do not take it."""
@@ -214,7 +224,12 @@ class Preparation:
     def _frames(self, header: VideoHeader) -> Any:
         """transformers' metadata of a video, with the frames wanted. Raises ValueError: none, or too many."""
         metadata = header.metadata()
-        indices = self.processor.wanted_frames(metadata)
+        try:
+            indices = self.processor.wanted_frames(metadata)
+        except Exception as error:  # whatever a processor raises
+            name, reason = type(self.processor.own.video_processor).__name__, " ".join(str(error).split())
+            seen = f"{header.frames} frames at {header.fps:g} per second"
+            raise ValueError(f"{name} cannot sample its {seen}: {reason}") from error
         if not indices:
             raise ValueError(f"the processor takes none of its {header.frames} frames")
         check_pixels(len(indices), header.height, header.width)

@@ -259,7 +259,7 @@ class Processor:
     def _keys(self) -> Mapping[str, tuple[str, ...]]:
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
-            out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options, **given)
+            out = self.own(text=[self.written(kind)], return_tensors="pt", **(self.options | given))
             names = set(out) - _TEXT_KEYS
             lists = [name for name in names if isinstance(out[name], list)]
             self.lists |= {name for name in lists if not any(isinstance(value, Tensor) for value in out[name])}
@@ -332,9 +332,10 @@ class _ByKind(dict[str, T]):
         except RecipeError:
             raise
         except Exception as error:  # whatever a processor raises
+            options = f" with {self._processor.options}" if self._processor.options else ""
             raise RecipeError(
-                f"{self._processor.key}: {type(self._processor.own).__name__} does not take a {kind!r} of size "
-                f"{EXAMPLES[kind][0]}: {type(error).__name__}: {' '.join(str(error).split())}"
+                f"{self._processor.key}: {type(self._processor.own).__name__} does not take {kind!r} of size "
+                f"{EXAMPLES[kind][0]}{options}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         return value
 
