@@ -79,6 +79,21 @@ def test_columns_by_name(root, rows, form, record, options, asked, left):  # noq
     assert note.endswith(f"columns that are not read: {left}")
 
 
+def test_what_is_not_read_beside_turns_is_said(root, rows):  # noqa: F811
+    """An image under a name that nobody reads, without a mark in the text, is missed by nobody."""
+    turns = [{"from": "human", "value": "what is"}, {"from": "gpt", "value": "a cat"}]
+    for record, notes in (
+        ({"conversations": turns, "img": "0.png"}, [r"columns messages = 'conversations'; .* not read: img"]),
+        ({"conversations": json.dumps(turns), "img": "0.png"}, [r"messages = 'conversations'; .* not read: img"]),
+        ({"id": "a", "conversations": turns}, []),
+    ):
+        source = make(root, rows("jsonl", [record]))
+        assert decoded(source, 0)[1] == ["a cat </s>"]
+        said = [note for note in source.abilities.notes() if note.startswith("samples are made of")]
+        assert len(said) == len(notes)
+        assert all(map(re.search, notes, said))
+
+
 @pytest.mark.slow
 def test_the_options_that_the_page_shows(root, rows):  # noqa: F811
     page = (Path(__file__).parents[2] / "src" / "hetmesh" / "data" / "README.md").read_text()
@@ -168,6 +183,11 @@ def test_turns_of_the_cauldron_follow_all_of_its_images(root, rows):  # noqa: F8
         ({"image": "0.png", "title": "a"}, {}, r"needs one of messages, texts, question \+ answer, text, it has \['im"),
         ({"image": "0.png", "text": ["a", "b"]}, {}, r"must be a text, got \['a', 'b'\]"),
         ({"url": "0.png", "text": "a"}, {}, r"its caption 'text' is of nothing: it has no media, only \['text'"),
+        (
+            {"image": None, "text": "a"},
+            {"prompt": "what is this"},
+            r"its caption 'text' is of nothing: it has no media",
+        ),
         ({"image": "https://x.org/0.png", "text": "a"}, {}, ADDRESS),
         ({"image": "gone.png", "text": "a"}, {}, r"cannot read .*/gone.png: there is no such file; names start in"),
         ({"image": "0.png", "texts": [{"user": "a"}]}, {}, "KeyError.'assistant'"),
