@@ -336,6 +336,21 @@ def test_videos_that_a_processor_does_not_take_say_why(processors, tmp_path):
         source_of(processors("qwen2_5_vl"), tmp_path, asked(), processor_options={"max_pixels": "few"})
 
 
+@pytest.mark.parametrize("items", [(), ("a.png",)])
+def test_a_row_token_in_a_text_is_refused(processors, media, items):
+    """Gemma 3's templates write another token for an image than those of its rows: a row that no image makes was once
+    trained on as text, or left out of an answer."""
+    directory = processors("gemma3")
+    token = own_of(directory).tokenizer.image_token
+    asking, turns = asked(*items, words=f"what is {token}?"), asked(*items)
+    turns[1] = {"role": "assistant", "content": f"it is {token}"}
+    source = source_of(directory, media, asking, turns)
+    for index in range(2):
+        for read in (source.meta, source.load):
+            with pytest.raises(SampleError, match=f"'talk {index}': its text contains .*, which stands for media"):
+                read(index)
+
+
 def test_files_that_are_no_images_say_so(processors, tmp_path):
     (tmp_path / "a.png").write_text("not found")
     source = source_of(processors("llava"), tmp_path, asked("a.png"), asked("/9j/" * 2000))

@@ -201,12 +201,23 @@ class Preparation:
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         placed = placed_items(name, self.processor, made, order)
+        self._check_rows(name, made, placed)
         chosen = self._chosen(name, turns, made) if turns.answer is None else np.where(made.answer, 1, NO_TURN)
         for token in self.placeholders.values():
             chosen[made.ids == token] = NO_TURN
         chosen[0] = NO_TURN
         meta = SampleMeta(name, len(made.ids), placed, runs_of(chosen != NO_TURN))
         return meta, made, chosen[chosen != NO_TURN].tolist()
+
+    def _check_rows(self, name: str, made: Made, placed: Sequence[MediaItem]) -> None:
+        """Raise SampleError for a row token that is no item's. Some templates write another token for an item than
+        those that its rows take (Gemma 3), so that a text may hold one."""
+        rows = np.isin(made.ids, [*self.placeholders.values()])
+        for item in placed:
+            rows[item.position : item.stop] = False
+        if rows.any():
+            token = self.processor.tokenizer.decode(made.ids[rows][:1])
+            raise SampleError(f"sample {name!r}: its text contains {token!r}, which stands for media; leave it out")
 
     def opened(self, kind: str, blob: Blob, data: bytes) -> Any:
         """An item as the processor takes it. Raises OSError, ValueError: it cannot be read."""
