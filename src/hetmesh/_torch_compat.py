@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack, _push_mode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -310,6 +310,12 @@ def without_autocast(key: str) -> Iterator[None]:
     with torch._C._ExcludeDispatchKeyGuard(keys):
         yield
 
+
+dispatch_modes: Callable[[], list[Any]] = _get_current_dispatch_mode_stack
+"""The dispatch modes of this thread, outermost first."""
+
+push_dispatch_mode: Callable[[Any], None] = _push_mode
+"""Let this thread have one more, innermost."""
 
 without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees the operations of the body."""

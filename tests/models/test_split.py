@@ -360,6 +360,16 @@ def test_a_tower_may_norm_its_rows_as_the_embedding_does(tmp_path):
     assert HfEncoderAdapter.make(request).out_features == whole.text_config.hidden_size
 
 
+def test_a_tower_of_experts_computes_in_fp64(tmp_path):
+    whole = unweighted("dots3_note", "Dots3NoteForConditionalGeneration", tmp_path)
+    request = AdapterRequest(
+        "vision", media="image", consumers=("llm",), model="hf_encoder", pretrained=whole.pretrained
+    )
+    adapter = HfEncoderAdapter.make(request)
+    batch = adapter.collate([], [])
+    assert adapter.forward(adapter.build().double(), batch, {}).dtype == torch.float64
+
+
 def test_frames_that_become_one_have_one_position(tmp_path):
     whole = unweighted("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", tmp_path)
     clip = replace(placed("video", 2, 1, 2, 1), size=(4, 1, 2))

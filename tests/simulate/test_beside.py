@@ -15,7 +15,7 @@ from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta, Stage
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import POLICIES
+from hetmesh.schedule import POLICIES, Kind, PolicyOptions
 from hetmesh.simulate import StepModel, bubbles, simulate
 
 VISION, LLM = Stage("vision"), Stage("llm")
@@ -107,6 +107,26 @@ def test_an_encoder_runs_in_the_collectives_of_the_llm():
     (held,) = bubbles(beside)
     assert held.tp == 2 * (2.0 + 2.0) - 1.5 + 0.5 + 0.5  # of the LLM but for what is hidden, of both encoder ends
     assert held.compute + held.idle == pytest.approx(beside.makespan)
+
+
+def test_an_action_that_collectives_did_not_hide_is_over_at_its_place():
+    """As above, but each action of the encoder comes right before what needs it, or last."""
+    schedule, costs = by_hand()
+    options = PolicyOptions(in_collectives=True)
+    late = POLICIES["bubble_fill"](schedule.stages, 2, True, options)
+    assert [str(a) for a in late.actions if a.kind not in (Kind.SEND, Kind.RECV)] == [
+        "vision.0 F0", "llm.0 F0", "llm.0 B0", "vision.0 F1", "llm.0 F1", "llm.0 B1", "llm.0 REDUCE",
+        "vision.0 B0", "vision.0 B1", "vision.0 REDUCE",
+    ]  # fmt: skip
+    beside = simulate(late, costs, beside=["vision"])
+    assert beside.makespan == simulate(schedule, costs, beside=["vision"]).makespan
+    early = replace(costs, parts=costs.parts | {(VISION, 1): LONG})
+    # Of the second forward (8) the collectives of the LLM's first microbatch hide 4; 4 come before its second one.
+    stages = early.stages | {(VISION, 1): StageCost(8.0, 0.0, 1.5, 0.0, 0.5)}
+    assert simulate(late, replace(early, stages=stages), beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+
+
+LONG = StageParts((("mlp", 8.0),), (), (("attention", 1.0), ("collective", 0.5)))
 
 
 def test_what_cannot_run_beside_others_is_refused():

@@ -46,13 +46,13 @@ at = "image"
 source = "hetmesh.testing.sources:RandomMedia"
 [data.options]
 kinds = {{ image = [1, 8, 8] }}
-text_only = 0.4
+{media}
 [training]
 local_batch_size = {batch}
 dtype = "float64"
 [parallelism]
 pipeline_parallel_schedule = "{policy}"
-pipeline_parallel_microbatch_size = 1
+pipeline_parallel_microbatch_size = {microbatch}
 {extra}
 """
 SCANNER = """
@@ -109,6 +109,8 @@ def recipe(
     experts: bool = False,
     encoders: int = 1,
     key_heads: int = 2,
+    microbatch: int = 1,
+    media: str = "text_only = 0.4",
     extra: str = "",
     **modules: str,
 ) -> Recipe:
@@ -116,13 +118,15 @@ def recipe(
 
     Args:
         trained: what is, of `TRAINED`.
-        batch: samples per lane of the LLM; a microbatch has one.
+        batch, microbatch: samples per lane of the LLM, and of these in a microbatch.
+        media: how many they have, as an option of `RandomMedia`.
         key_heads: of the LLM, which has four query heads.
         extra: further keys of [parallelism].
         modules: further keys of a module's table.
     """
     keys = {"vision": "", "projector": "", "llm": "", "scanner": ""} | TRAINED[trained] | modules
-    sizes = {"batch": batch, "tied": str(tied).lower(), "key_heads": key_heads}
+    sizes = {"batch": batch, "microbatch": microbatch, "media": media}
+    sizes |= {"tied": str(tied).lower(), "key_heads": key_heads}
     text = MODEL.format(policy=policy, extra=extra, **sizes, **keys)
     if experts:
         text = text.replace('"qwen3"', '"qwen3_moe"').replace("[modules.llm.config]", f"[modules.llm.config]{EXPERTS}")

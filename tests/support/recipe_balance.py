@@ -62,6 +62,8 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
         keys = {"bubble_fill_in_flight": st.just(16)}
         if any(_cut_by_slices(draft, name) for name in draft.modules if name != SINK):
             keys["bubble_fill_layers_per_slice"] = st.integers(1, 2)
+        if draft.degree(SINK, "tensor") > 1 and not any(map(draft.meets_inside, draft.modules[:-1])):
+            keys["bubble_fill_in_collectives"] = st.just(True)
         table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **some(draw, **keys)}
 
 

@@ -96,6 +96,13 @@ class Draft:
         key = key or {"shard": "data_parallel_shard_degree", "context": "context_parallel_degree"}[axis]
         return self.layout(module).get(key, 1)
 
+    def meets_inside(self, module: str) -> bool:
+        """Whether ranks of `module` that the LLM has too meet in collectives inside it."""
+        table, sink = self.layout(module), self.layout(SINK)
+        keys = ("data_parallel_shard_degree", "context_parallel_degree", "tensor_parallel_degree")
+        shared = set(table.get("ranks", range(self.world))) & set(sink.get("ranks", range(self.world)))
+        return bool(shared) and any(table.get(key, 1) > 1 for key in keys)
+
 
 Piece = Callable[[st.DrawFn, Draft], None]
 """Draws one feature."""

@@ -46,6 +46,10 @@ def layouts(draw: st.DrawFn, draft: Draft) -> None:
         draft.table("parallelism").update(_layout_keys(degrees))
         return
     draft.table("parallelism")[SINK] = {"ranks": own, **_layout_keys(degrees)}
+    if degrees["tensor_parallel_degree"] > 1 and sometimes(draw, 4):  # what can run in the LLM's collectives
+        beside = {"ranks": own, **_layout_keys({"data_parallel_replicate_degree": len(own)})}
+        draft.table("parallelism").update({name: dict(beside) for name in draft.modules if name != SINK})
+        return
     for name in reversed(draft.modules):  # consumers first
         if name == SINK or sometimes(draw, 4):
             continue

@@ -257,6 +257,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "layers by name": _layout_key("module_fqns_per_model_part"),
     **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},
     "layers per slice": _key("bubble_fill_layers_per_slice"),
+    "in collectives": _key("bubble_fill_in_collectives"),
     **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER_SCHEDULES},
     "split backward, sharded": lambda r: _split_pipeline(r) and r.wiring.meshes[r.sink].axis_size("dp_shard") > 1,
     "split backward, recomputed": lambda r: (

@@ -231,6 +231,16 @@ def test_filled_bubbles_are_measured_and_predicted(load):
 
 
 @pytest.mark.exhaustive
+def test_gaps_are_lent_and_what_they_gain_is_predicted(load):
+    gaps = load("benchmarks.gaps")
+    result = gaps.run(options(gaps, "--rounds", "1", "--microbatches", "2", "--layers", "1", "--width", "32"))
+    assert {"gain_5ms", "gain_2ms", "lent_share", "predicted_over_measured", "empty_overhead"} <= result.keys()
+    assert 0 < result["lent_share"] <= 1
+    assert all(of["gap_time"] > 0 < of["hideable"] and of["pieces_ms"] > 0 for of in result["gaps"].values())
+    assert "gaps of 5 ms: gain" in gaps.table(result)
+
+
+@pytest.mark.exhaustive
 def test_stragglers_are_measured_and_predicted(load):
     straggler = load("benchmarks.straggler")
     regret = ("--regret-batches", "2", "--regret-repetitions", "2")

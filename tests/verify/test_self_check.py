@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hetmesh.cli import main
+from hetmesh.data.preparation import Preparation
 from hetmesh.errors import RecipeError, SelfCheckError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.directories import why_not_compared
@@ -18,6 +19,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.summary import summary
 from hetmesh.verify.self_check import TOLERANCE, self_check
 from hetmesh.verify.self_check_process import compare, compare_in_process, needs_self_check, record
+from hetmesh.verify.self_check_samples import processed_samples
 from support import tiny_vlms
 from support.llava_by_hand import llava_by_hand
 
@@ -134,6 +136,12 @@ def test_a_model_without_sdpa_has_a_causal_mask(tmp_path, monkeypatch):
     path = tiny_vlms.save("internvl", tmp_path)
     monkeypatch.setattr(InternVLForConditionalGeneration, "_supports_sdpa", False)
     assert self_check(parse_recipe(tiny_vlms.recipe_text(path))) < TOLERANCE
+
+
+def test_processors_of_one_item_a_sample_make_a_batch_of_unlike_sizes_too(processors):
+    """What pads one to the other would not be compared else."""
+    source = processed_samples(Preparation(processors("qwen3_asr"), {}, None, "[data.options]"), ["audio"])
+    assert len({item.rows for i in range(len(source)) for item in source.meta(i).media}) == 2
 
 
 def test_recipes_that_come_from_no_whole_model_have_nothing_to_compare():

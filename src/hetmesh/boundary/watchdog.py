@@ -22,6 +22,9 @@ from hetmesh.errors import LaunchError
 EXIT_CODE = 70
 """Exit status of a process that its watchdog ended (EX_SOFTWARE of sysexits.h)."""
 
+WATCHDOG = "hetmesh-watchdog"
+"""The name of its thread."""
+
 GRACE = 2.0
 """Seconds after the timeout before the watchdog speaks (the timeout itself where that is shorter): waits that raise by
 themselves come first, and what is stuck is named within timeout + 5 s."""
@@ -97,7 +100,7 @@ class Watchdog:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="hetmesh-watchdog", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name=WATCHDOG, daemon=True)
             self._thread.start()
 
     def _watch(self) -> None:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         action="append",
         default=[],
-        help="an encoder whose kernels run in the LLM's tensor-parallel collectives (no training does that yet)",
+        help="an encoder whose kernels run in the LLM's tensor-parallel collectives, whatever the recipe says",
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it, as .png or .svg (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev")
@@ -48,9 +48,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
-    if args.beside:
+    if args.beside or any(timeline.hidden):
         hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
-        print(f"simulated only: {hidden:,.4g} ms of {' and '.join(args.beside)} in collectives, on the mean rank\n")
+        what = " and ".join(args.beside) if args.beside else "encoders"
+        only = "" if recipe.schedule_key("bubble_fill_in_collectives") else "simulated only: "
+        print(f"{only}{hidden:,.4g} ms of {what} in collectives, on the mean rank\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     for note in notes:
         print(f"note: {note}")

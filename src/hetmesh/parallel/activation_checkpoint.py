@@ -84,6 +84,14 @@ def keeping(nodes: Container[Any]) -> Iterator[None]:
         _kept = before
 
 
+def exchange_parts(parts: Any) -> Any:
+    """Set what this returned before (None: as outside of the two above), and return what was set: for two computations
+    that take turns in one process."""
+    global _split, _kept
+    before, (_split, _kept) = (_split, _kept), parts or (False, ())
+    return before
+
+
 class _Recomputed:
     """A forward that draws the same when it is computed again: torch restores the generators as they were when it
     began, this restores the place that they are seeded from within."""

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hetmesh._torch_compat import not_compiled
-from hetmesh.boundary.collective_clock import timed_collective
+from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import Collective
 
 KEY_HEADS = "num_key_value_heads"
@@ -91,6 +91,5 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
         sizes = [0] * dist.get_world_size(group)
         first = dist.get_rank(group) // sharing * sharing
         sizes[first : first + sharing] = [sent[0].numel()] * sharing
-        with timed_collective():
-            dist.all_to_all_single(got.view(-1), sent.view(-1), sizes, sizes, group=group)
+        collective(dist.all_to_all_single, got.view(-1), sent.view(-1), sizes, sizes, group=group)
     return got

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import linear
 
 from hetmesh._torch_compat import not_compiled
-from hetmesh.boundary.collective_clock import timed_collective
+from hetmesh.parallel.gaps import collective
 
 Move = Callable[[Tensor], Tensor]
 
@@ -151,8 +151,7 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(partial)
         if partial.numel():
-            with timed_collective():
-                dist.all_reduce(partial, group=group)
+            collective(dist.all_reduce, partial, group=group)
         return partial
 
     @staticmethod
@@ -167,8 +166,7 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     def summed(gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)  # autograd may hand it to others as well
         if total.numel():
-            with timed_collective():
-                dist.all_reduce(total, group=group)
+            collective(dist.all_reduce, total, group=group)
         return total
 
     return Collective.apply(x, lambda x: x.view_as(x), summed)
@@ -196,8 +194,7 @@ def gather(x: Tensor, widths: tuple[int, ...], group: dist.ProcessGroup) -> Tens
         padded[..., : x.shape[-1]] = x
         shards = x.new_empty(len(widths), *padded.shape)
         if padded.numel():
-            with timed_collective():
-                dist.all_gather(list(shards.unbind()), padded, group=group)
+            collective(dist.all_gather, list(shards.unbind()), padded, group=group)
         return torch.cat([shard[..., :width] for shard, width in zip(shards, widths, strict=True)], dim=-1)
 
     return Collective.apply(x, gathered, lambda gradient: gradient.narrow(-1, start, width).contiguous())

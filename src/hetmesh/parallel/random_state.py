@@ -90,6 +90,14 @@ def entering(place: RandomPlace, device: Any = None) -> Iterator[None]:
         _current = before
 
 
+def exchange_place(place: Any) -> Any:
+    """Be at `place`, which this returned before (None: outside of any), and return the place where this was called: for
+    two computations that take turns in one process."""
+    global _current
+    before, _current = _current, place
+    return before
+
+
 def current_microbatch() -> int:
     """The microbatch that is computed, or computed again, in this thread; 0 outside of any place."""
     return 0 if _current is None else _current.place.microbatch

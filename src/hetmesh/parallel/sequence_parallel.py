@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import pad
 
 from hetmesh._torch_compat import all_gather_single, keeps_are_hooked, not_compiled, reduce_scatter_single
-from hetmesh.boundary.collective_clock import timed_collective
 from hetmesh.context.token_owners import TokenShares
 from hetmesh.parallel.experts.block import ExpertBlock
+from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import Collective, ColwiseLinear, RowwiseLinear, leave
 from hetmesh.parallel.random_state import current_microbatch
 from hetmesh.parallel.tensor_parallel import matches, within
@@ -267,8 +267,7 @@ def _own_share(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
 
 def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     whole = share.new_empty(dist.get_world_size(group) * len(share), *share.shape[1:])
-    with timed_collective():
-        all_gather_single(whole, share.contiguous(), group=group)
+    collective(all_gather_single, whole, share.contiguous(), group=group)
     return whole
 
 
@@ -277,6 +276,5 @@ def _reduce_scatter(flat: Tensor, size: int, group: dist.ProcessGroup) -> Tensor
     if missing := dist.get_world_size(group) * size - len(flat):
         padded = torch.cat([flat, flat.new_zeros(missing, *flat.shape[1:])])
     share = flat.new_empty(size, *flat.shape[1:])
-    with timed_collective():
-        reduce_scatter_single(share, padded.contiguous(), group=group)
+    collective(reduce_scatter_single, share, padded.contiguous(), group=group)
     return share

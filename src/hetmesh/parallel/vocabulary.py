@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hetmesh.boundary.collective_clock import timed_collective
+from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import ColwiseLinear
 
 CHUNK = 1 << 24
@@ -102,8 +102,7 @@ class _SumCrossEntropy(torch.autograd.Function):
         place = place.clamp(0, max(width - 1, 0))[:, None]
         largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
         if count:
-            with timed_collective():
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=group)
         sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
         if width:
             for rows in _chunks(count, width):
@@ -111,8 +110,7 @@ class _SumCrossEntropy(torch.autograd.Function):
             sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
         sums[1].masked_fill_((targets < 0) | (targets >= size), torch.nan)  # nobody's: 0 would pass for its logit
         if count:
-            with timed_collective():
-                dist.all_reduce(sums, group=group)
+            collective(dist.all_reduce, sums, group=group)
         log_sums = sums[0].log()
         ctx.save_for_backward(logits, largest + log_sums, place, own)
         return (log_sums - sums[1]).sum()

@@ -64,6 +64,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "instructblip": Family(refused="its tower reads the question, too (qformer_input_ids)"),
         "florence2": Family(refused="its LLM is an encoder and a decoder, not a causal LLM"),
         **dict.fromkeys(("instructblipvideo", "kosmos-2", "kosmos-2.5", "pix2struct"), Family(refused=NO_TOWER)),
+        "nemo_speechlm": Family(refused="what its tower hears at an end depends on the other recordings of a batch"),
         "ovis2": Family(refused="it also embeds indicator tokens beside its rows, which hetmesh does not place"),
     }
 )

@@ -142,6 +142,7 @@ class ScheduleKeys(Section):
     bubble_fill_schedule: InnerSchedule | None = None  # the LLM's own; None: "1F1B"
     bubble_fill_in_flight: Size | None = None  # microbatches that an encoder may hold; None: twice what it must
     bubble_fill_layers_per_slice: Size | None = None  # blocks of an encoder; None: by what they cost
+    bubble_fill_in_collectives: bool | None = None  # encoders also run while the LLM waits in its collectives
     interleaved_early_warmup: bool | None = None  # warm up as Megatron-LM does: more in flight, messages better hidden
 
 

@@ -24,7 +24,8 @@ def simulate_recipe(
     Args:
         machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
-        beside: modules whose kernels run in others' collectives (`simulate.beside`); no training does it yet.
+        beside: modules whose kernels run in others' collectives (`simulate.beside`), though the recipe does not have
+            them do so. Where it has (`bubble_fill_in_collectives`) these are all before the LLM.
 
     Raises:
         RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.
@@ -34,12 +35,14 @@ def simulate_recipe(
         valid = ", ".join(name for name in recipe.modules if name != recipe.sink)
         raise RecipeError(f"beside = {wrong[0]!r}: only modules before {recipe.sink!r} can run beside it: {valid}")
     plan, model = resolved.plan(resolved.loader().batch(0).metas), resolved.step_model(machine, profile)
-    if beside and recipe.fills_bubbles:
+    if beside and recipe.fills_bubbles and not recipe.schedule_key("bubble_fill_in_collectives"):
         schedule = fill_bubbles(model, plan, True, schedule_options(recipe), beside=beside)
     elif machine or profile:
         schedule = StepSchedules(recipe, resolved.graph, model).of(plan)
     else:
         schedule = resolved.schedules.of(plan)
+    if schedule.in_collectives:
+        beside = sorted({stage.module for stage in schedule.beside})
     return simulate(schedule, model.costs(plan, schedule, parts=bool(beside)), beside=beside)
 
 

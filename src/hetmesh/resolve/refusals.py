@@ -19,6 +19,7 @@ from hetmesh.parallel.compile import unknown_backend
 from hetmesh.recipe.module_options import module_options, token_axes
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import LRScheduler, Module, Optimizer, ScheduleKeys, Training
+from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.records.checkpoint_folders import check_complete
 from hetmesh.records.dump_folder import check_folder, resumable
 from hetmesh.records.reporter import require_wandb
@@ -265,6 +266,8 @@ def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes
             f"({','.join(map(str, sorted(ranks)))}), whose gaps it would fill; put one there, or take the schedule "
             "1f1b, interleaved or zero_bubble"
         )
+    if recipe.schedule_key("bubble_fill_in_collectives"):
+        _in_collectives(recipe, refusals)
     key = "bubble_fill_layers_per_slice"
     if shapes is None or (value := recipe.schedule_key(key)) is None:
         return
@@ -273,6 +276,31 @@ def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes
     if others and all(reasons.values()):
         listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
         refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({listed}); leave it out")
+
+
+_NOT_BESIDE = {axis: DEGREE_OF_AXIS[axis] for axis in ("tp", "cp", "dp_shard")} | {"ep": EXPERT_DEGREE}
+"""Axes whose ranks meet in collectives inside a module, and the keys of their sizes."""
+
+
+def _in_collectives(recipe: Recipe, refusals: Refusals) -> None:
+    """What runs in the LLM's collectives may have none of its own, in which ranks would have to be at the same time."""
+    key, meshes = recipe.schedule_place("bubble_fill_in_collectives"), recipe.wiring.meshes
+    sink = meshes[recipe.sink]
+    if sink.axis_size("tp") == 1:
+        refusals.add(
+            f"{key} = True: {recipe.sink!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
+            "could run; leave it out, or give the LLM tensor parallel ranks"
+        )
+    for name, mesh in meshes.items():
+        wrong = [f"{_NOT_BESIDE[axis]} = {mesh.axis_size(axis)}" for axis in _NOT_BESIDE if mesh.axis_size(axis) > 1]
+        if name == recipe.sink or not wrong or not set(mesh.ranks) & set(sink.ranks):
+            continue
+        owner = recipe.wiring.tables[name]
+        takes = "" if owner == name else f" ({name!r} takes the mesh of {owner!r}: give it a table)"
+        refusals.add(
+            f"{key} = True: {name!r} has a {' and a '.join(wrong)}{takes}; what runs in the LLM's collectives may have "
+            "none of its own, give its ranks to data_parallel_replicate_degree"
+        )
 
 
 def _references(recipe: Recipe, refusals: Refusals) -> None:

@@ -55,7 +55,8 @@ class StepSchedules:
             return recipe_schedule(self.recipe, self.graph, plan.routes, training)
         options = schedule_options(self.recipe)
         if self.each_step:
-            return fill_bubbles(self.model, plan, training, options)
+            encoders = [name for name in self.graph.order if name != self.graph.sink.name]
+            return fill_bubbles(self.model, plan, training, options, beside=encoders if options.in_collectives else ())
         found = self._typical.pop(plan.routes, None)
         if found is None:
             found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
@@ -104,6 +105,7 @@ def schedule_options(recipe: Recipe) -> PolicyOptions:
         inner=recipe.schedule_key("bubble_fill_schedule") or "1f1b",
         in_flight=recipe.schedule_key("bubble_fill_in_flight"),
         raise_in_flight=True,
+        in_collectives=bool(recipe.schedule_key("bubble_fill_in_collectives")),
     )
 
 

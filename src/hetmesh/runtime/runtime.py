@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 
@@ -23,9 +24,11 @@ from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel import Reduction
 from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fully_shard import WholeInStep
+from hetmesh.parallel.gaps import lending
 from hetmesh.parallel.random_state import random_place
 from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes
+from hetmesh.runtime.side import Side, Stops
 from hetmesh.runtime.step_runner import Loss, Observe, StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
@@ -83,6 +86,7 @@ class Runtime:
         self.device_module = world.accelerator.random_module
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
+        self.stops = Stops()
         self.recording: Recording | None = None
         self.collectives: Collectives = []
         self.live_bytes: LiveBytes | None = None
@@ -126,10 +130,26 @@ class Runtime:
         clock = None if self.recording is None else ActionClock(self.world.accelerator)
         ticking = nullcontext() if clock is None else clock.collectives.ticking()
         graded = torch.set_grad_enabled(schedule.training)
-        with self.world.backend.step(), self._forgotten_if_it_fails(), graded, ticking:
-            for action in runner.actions:
+        early = runner.transfers.windows if schedule.in_collectives and self._lends else {}
+        beginning = deque(early.items())
+        places = {place for place, action in enumerate(runner.actions) if action in early} if early else set()
+        last = {place for place in places if place + 1 not in places}  # behind these the first flow goes on
+        with (
+            self.world.backend.step(),
+            self._forgotten_if_it_fails(),
+            graded,
+            ticking,
+            self._side(runner, early) as side,
+        ):
+            for place, action in enumerate(runner.actions):
+                while side is not None and beginning and beginning[0][1] <= place:
+                    side.submit(beginning.popleft()[0])
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
-                    if action.kind is Kind.REDUCE:
+                    if side is not None and action in early:
+                        side.due()
+                        if place in last:
+                            side.finish()
+                    elif action.kind is Kind.REDUCE:
                         assert isinstance(action.target, Stage)
                         reductions.append((action, self.reducers[action.target]()))
                     else:
@@ -170,6 +190,28 @@ class Runtime:
     def _counted(self, action: Action) -> AbstractContextManager[None]:
         return nullcontext() if self.live_bytes is None else self.live_bytes.span(action)
 
+    @property
+    def _lends(self) -> bool:
+        """Whether this rank may run actions in its collectives. What is recorded or counted comes one by one, and on an
+        asynchronous device streams overlap."""
+        device = self.world.accelerator
+        return self.recording is None and self.live_bytes is None and device.computes and not device.asynchronous
+
+    @contextmanager
+    def _side(self, runner: StepRunner, early: Collection[Action]) -> Iterator[Side | None]:
+        """What runs the actions `early` of a step; None where there are none."""
+        if not early:
+            yield None
+            return
+
+        def run(action: Action) -> None:
+            with self._named(action):
+                runner.execute(action)
+
+        self.stops.watch(self.modules[action.stage] for action in early if action.kind is Kind.FORWARD)
+        with Side(run, self.world.rank, self.world.watchdog) as side, self.stops.of(side), lending(side.lend):
+            yield side
+
     @contextmanager
     def _forgotten_if_it_fails(self) -> Iterator[None]:
         """A step that ends in the middle leaves nothing to the next one."""
@@ -184,10 +226,15 @@ class Runtime:
 
     @contextmanager
     def _guarded(self, action: Action) -> Iterator[None]:
+        with self.world.watchdog.watching(f"{action} on rank {self.world.rank}"), self._named(action):
+            yield
+
+    @contextmanager
+    def _named(self, action: Action) -> Iterator[None]:
+        """Errors of the body name the action."""
         rank = self.world.rank
         try:
-            with self.world.watchdog.watching(f"{action} on rank {rank}"):
-                yield
+            yield
         except BoundaryError as error:
             raise BoundaryError(f"{action}: {error}") from error
         except Exception as error:

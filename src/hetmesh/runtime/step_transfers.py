@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from hetmesh.boundary.rank_step import rank_step
 from hetmesh.errors import BoundaryError
 from hetmesh.graph import Edge, Route
 from hetmesh.layout import TransferPlan, plan_transfer
-from hetmesh.schedule import Schedule
+from hetmesh.schedule import Action, Schedule, windows
 
 
 class StepTransfers:
@@ -30,7 +32,7 @@ class StepTransfers:
 
     def prepare(self) -> None:
         """Work out everything that the actions of the rank will ask for."""
-        routes = self.schedule.routes
+        routes, _ = self.schedule.routes, self.windows
         for action in self.schedule.of_rank(self.rank):
             if not isinstance(action.target, Edge):
                 continue
@@ -45,6 +47,16 @@ class StepTransfers:
                 self.runs(edge, "source", m)
             if self.rank in graph[edge.destination.module].stage_mesh(edge.destination.index):
                 self.runs(edge, "destination", to)
+
+    @cached_property
+    def windows(self) -> dict[Action, int]:
+        """What the rank may begin before its place; see `hetmesh.schedule.windows`."""
+        return windows(self.schedule, self.rank, self._stays)
+
+    def _stays(self, route: Route) -> bool:
+        """Whether what travels along a route, or its gradient along a reversed one, stays where it is on every rank."""
+        forward = route.edge in self._forward
+        return self.transfer(route if forward else route.reversed, forward).is_identity
 
     def transfer(self, route: Route, forward: bool) -> TransferPlan:
         """What moves along a forward route, or its gradient."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
-from hetmesh.schedule.fill_pass import Filled, FillOrder, coarse, fill, lazy, longest_tails
+from hetmesh.schedule.fill_pass import Filled, FillOrder, coarse, fill, late, lazy, longest_tails
 from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.list_schedule import Durations, SetDurations, nominal
@@ -45,6 +45,9 @@ def bubble_fill(
     `options.in_flight` allows. It is refined by passes that place slices into gaps for shorter and shorter makespans;
     what they find is taken only if its score is lower. Where microbatches differ, those of which the encoders are done
     first may come first: the i-th that the encoders finish is the LLM's i-th, under its own number.
+
+    With `options.in_collectives` one more candidate has slices as late as they can be, which leaves most to
+    collectives; it is what there is without a score.
 
     Args:
         durations: what compute actions take, to find gaps by; None: nominal ones.
@@ -83,11 +86,14 @@ def _filled(
         actions = [names(problem.actions[i]) for i in found.order]
         in_flight = {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}}
         encoders = frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module))
-        return schedule_of(
-            actions, stages, routes, training, in_flight, inner.split, options.validated, beside=encoders
-        )
+        rest = training, in_flight, inner.split, options.validated, encoders, options.in_collectives and training
+        return schedule_of(actions, stages, routes, *rest)
 
+    if options.in_collectives and score is None:  # durations do not say what happens in collectives
+        return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
+    if options.in_collectives:
+        found.append((late(problem, caps), _renamed(None)))
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
         own = problem if numbers is None else problem.renamed(names)

@@ -57,6 +57,12 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     return _Pass(problem, caps, lambda i, _: i < problem.backwards, fill_order=FillOrder(soonest=True)).run()
 
 
+def late(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
+    """Fillers as late as they can be: forwards when the sink's module needs them, backwards when caps ask for them, or
+    last. Whatever may begin before its place then has the longest time to."""
+    return _Pass(problem, caps, lambda *_: False).run()
+
+
 def fill(
     problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, fill_order: FillOrder
 ) -> Filled:

@@ -27,6 +27,7 @@ class PolicyOptions:
         in_flight: bubble_fill: microbatches that a stage of an encoder may hold at a time; None: twice as many as the
             LLM's order needs.
         raise_in_flight: bubble_fill: what the LLM's order needs is held where `in_flight` is less, not refused.
+        in_collectives: bubble_fill: encoders also run in the LLM's collectives (`Schedule.in_collectives`).
         validated: False: for a search, which simulates hundreds of schedules and runs none.
     """
 
@@ -38,6 +39,7 @@ class PolicyOptions:
     refine: bool = True
     in_flight: int | None = None
     raise_in_flight: bool = False
+    in_collectives: bool = False
     validated: bool = True
 
 
@@ -111,6 +113,8 @@ class Schedule:
         recompute: stages whose forward keeps only its inputs and is run again right before the backward.
         offload: stages whose waiting activations are kept in the memory of the host.
         beside: stages that run in the gaps of the others on their ranks, and may overlap with them there.
+        in_collectives: whether they do so in collectives of the others, too: an action of theirs may then begin before
+            its place (`hetmesh.schedule.windows`), at which it is over.
     """
 
     stages: StageGraph
@@ -122,6 +126,7 @@ class Schedule:
     recompute: frozenset[Stage] = NO_STAGES
     offload: frozenset[Stage] = NO_STAGES
     beside: frozenset[Stage] = NO_STAGES
+    in_collectives: bool = False
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
         """The actions in which `rank` takes part. A receiver takes part in the SEND: it posts its receives there."""
@@ -293,12 +298,24 @@ def validate(schedule: Schedule) -> Schedule:
 
 
 def with_messages(
-    order: Iterable[Action], stages: StageGraph, routes: Routes, split: frozenset[Stage], last: Iterable[Action] = ()
+    order: Iterable[Action],
+    stages: StageGraph,
+    routes: Routes,
+    split: frozenset[Stage],
+    last: Iterable[Action] = (),
+    early: frozenset[Stage] = NO_STAGES,
 ) -> tuple[Action, ...]:
-    """`order` with its messages: received right before they are used, sent right after they are made. `last`: the last
-    backward action of each stage whose gradients are then reduced."""
+    """`order` with its messages: received right before they are used, sent right after they are made.
+
+    Args:
+        last: the last backward action of each stage whose gradients are then reduced.
+        early: stages that receive gradients from others as soon as these have been sent; where the others have several
+            stages, one action of those later, so that no rank waits for another that is behind.
+    """
     ends = set(last)
     out: list[Action] = []
+    coming: list[Action] = []  # what `early` stages have yet to receive
+    at_once = len({stage for stage in stages.stages if stage not in early}) == 1
     for action in order:
         stage, m, kind = action.stage, action.microbatch, action.kind
         forward, weights_alone = kind is Kind.FORWARD, kind is Kind.BACKWARD_WEIGHT
@@ -306,13 +323,24 @@ def with_messages(
         if forward:
             out += [Action.along(Kind.RECV, route) for route in routes.into(inputs, m)]
         elif not weights_alone:
-            out += [Action.along(Kind.RECV, r.reversed) for r in routes.out_of(stages.gradient_outputs(stage), m)]
+            received = [Action.along(Kind.RECV, r.reversed) for r in routes.out_of(stages.gradient_outputs(stage), m)]
+            if not set(received).isdisjoint(coming):
+                out, coming = out + coming, []
+            outside = [r for r in received if stage not in early or r.route.edge.source in early]
+            out += outside
         out.append(action)
+        if stage not in early:
+            out, coming = out + coming, []
         if forward:
             out += [Action.along(Kind.SEND, route) for route in routes.out_of(outputs, m)]
         elif not weights_alone:
             edges = [edge for edge in inputs if edge in stages.gradient_edges]
-            out += [Action.along(Kind.SEND, route.reversed) for route in routes.into(edges, m)]
+            sent = [route.reversed for route in routes.into(edges, m)]
+            out += [Action.along(Kind.SEND, route) for route in sent]
+            if stage not in early:
+                coming += [Action.along(Kind.RECV, route) for route in sent if route.edge.destination in early]
+                if at_once:
+                    out, coming = out + coming, []
         if action in ends:
             out.append(Action(Kind.REDUCE, stage, -1))
     return tuple(out)
@@ -326,19 +354,22 @@ def schedule_of(
     in_flight: Mapping[Stage, int],
     split: frozenset[Stage] = NO_STAGES,
     validated: bool = True,
-    **flags: frozenset[Stage],
+    beside: frozenset[Stage] = NO_STAGES,
+    in_collectives: bool = False,
+    recompute: frozenset[Stage] = NO_STAGES,
+    offload: frozenset[Stage] = NO_STAGES,
 ) -> Schedule:
     """The validated schedule of compute actions in that order, with messages and, after last backwards, reductions.
 
     Args:
         validated: False: it is not.
-        flags: `recompute`, `offload` and `beside` of the schedule.
+        beside, in_collectives, recompute, offload: of the schedule.
     """
     last: dict[Stage, Action] = {}
     for action in order if training else ():
         kinds = backward_kinds(action.stage, stages, split)
         if action.stage in stages.trainable_stages and kinds and action.kind is kinds[-1]:
             last[action.stage] = action
-    actions = with_messages(order, stages, routes, split, last.values())
-    schedule = Schedule(stages, routes, actions, training, split, in_flight, **flags)
+    actions = with_messages(order, stages, routes, split, last.values(), beside if in_collectives else NO_STAGES)
+    schedule = Schedule(stages, routes, actions, training, split, in_flight, recompute, offload, beside, in_collectives)
     return validate(schedule) if validated else schedule

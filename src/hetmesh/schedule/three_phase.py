@@ -51,5 +51,13 @@ def three_phase(
     held = peaks_in_flight(order, stages, routes, training)
     in_flight = caps | {s: max(window, held[s]) for s in others}
     recompute, offload = (recomputed if wanted else NO_STAGES for wanted in (options.recompute, options.offload))
-    flags = {"recompute": recompute, "offload": offload}
-    return schedule_of(order, stages, routes, training, in_flight, validated=options.validated, **flags)
+    return schedule_of(
+        order,
+        stages,
+        routes,
+        training,
+        in_flight,
+        validated=options.validated,
+        recompute=recompute,
+        offload=offload,
+    )

@@ -1,10 +1,13 @@
-"""Encoder kernels beside collectives of the LLM: what a step would take if they shared a rank (simulated only).
+"""Encoder kernels beside collectives of the LLM: what a step would take if they shared a rank.
 
 While an LLM layer waits for a sum over its tensor parallel ranks, the rank's processors have nothing to do (Optimus,
 arXiv 2408.03505, section 4.2). Here the actions of some modules run on a second stream of their ranks, in the
 schedule's order: their computation in the collectives of other actions and where a rank is idle, their own collectives,
 each as a whole, beside the computation of other actions and where a rank is idle. Other actions never wait for a
 stream but for rows that it has yet to make: then what is missing runs on its rank alone.
+
+Where a schedule says so (`Schedule.in_collectives`) an action of a stream is over at its place, as in a real run: what
+collectives did not hide of it runs there, on its rank alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from hetmesh.cost import Parts, StepCosts
 from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.errors import GraphError
 from hetmesh.schedule import Action, Kind, Schedule
+from hetmesh.schedule.windows import room_after
 from hetmesh.simulate.program import RECEIVE, Program, Run
 from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
 
@@ -99,6 +103,12 @@ class BesideRun(Run):
             raise GraphError(f"{schedule.stages.sink.module!r} cannot run beside itself: it is what others run beside")
         if missing := [str(s) for s in stages if (s, 0) not in costs.parts and schedule.routes.count(s.module)]:
             raise GraphError(f"what runs beside others needs the parts of actions: none for {missing[:4]}")
+        self.room: dict[int, list[int]] = {}  # behind an action, the forwards that may then begin
+        self.opened: dict[int, list[float]] = {}  # when that is, on each track
+        if schedule.in_collectives:
+            place = {action: i for i, action in enumerate(schedule.actions)}
+            for forward, behind in room_after(schedule, place).items():
+                self.room.setdefault(behind, []).append(place[forward])
         self.past = [_Past() for _ in columns.tracks]
         self.queue: list[deque[_Work]] = [deque() for _ in columns.tracks]
         self.done: dict[tuple[int, int, bool], list[_Work]] = {}
@@ -144,6 +154,10 @@ class BesideRun(Run):
                     self._gather(target)
                     gather[target] = 0.0
                 (self._stream if self.beside[target] else self._alone)(i)
+                for track in c.stage_tracks[target] if self.beside[target] and self.schedule.in_collectives else ():
+                    self._catch_up(track)
+            for forward in self.room.get(i, ()):
+                self.opened[forward] = list(self.free)
         for track in range(len(c.tracks)):
             self._catch_up(track)
         for target, seconds in reductions:
@@ -189,7 +203,8 @@ class BesideRun(Run):
             parts, seconds, inside = self._parts(i, g)
             pieces = [(kind == COLLECTIVE, part) for kind, part in parts]
             if len(tracks) == 1:
-                work = _Work(tracks[0], c.kinds[i], target, m, pieces, after[g])
+                opened = [self.opened[i][tracks[0]]] if i in self.opened else []
+                work = _Work(tracks[0], c.kinds[i], target, m, pieces, [*after[g], *opened])
                 self.queue[tracks[0]].append(work)
                 made.append(work)
                 continue

@@ -32,7 +32,8 @@ def simulate(schedule: Schedule, costs: StepCosts, *, beside: Collection[str] = 
 
     Args:
         beside: modules whose actions run beside those of others, in their collectives (`hetmesh.simulate.beside`): what
-            would be if they could; the runtime runs one action at a time. Needs `costs.parts`.
+            would be if they could, or what the runtime does where the schedule has `in_collectives`. Needs
+            `costs.parts`.
 
     Raises:
         GraphError: there is no cost for a stage and microbatch, or `beside` cannot be.

@@ -22,7 +22,7 @@ from torch import Tensor
 from hetmesh._torch_compat import default_store
 from hetmesh.boundary import Nccl, World, init
 from hetmesh.boundary.backend import Group, PeerBuffer, Posted
-from hetmesh.boundary.watchdog import Watchdog
+from hetmesh.boundary.watchdog import WATCHDOG, Watchdog
 from hetmesh.testing.emulated_queue import Batch, EmulatedError, HalfMessage, Queue, missing
 from hetmesh.testing.in_flight import InFlight, Launch, compare_collectives, stuck
 
@@ -256,7 +256,7 @@ class EmulatedWork:
         """Whether it is over, without waiting."""
         over = self.batch.done.is_set()
         # The watchdog asks too, in its own thread, and that is no wait.
-        if over and threading.current_thread() is threading.main_thread():
+        if over and threading.current_thread().name != WATCHDOG:
             self.waited = True
         return over
 

@@ -17,7 +17,7 @@ from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.split.batching import random_item
 from hetmesh.models.split.processor import EXAMPLES
 
-KINDS = ("text alone", "one item", "several items", "several items of all kinds")
+KINDS = ("text alone", "one item", "several items", "several items of all kinds", "a larger item of each kind")
 TEXT_TOKENS = 7
 """Text tokens before, between and after items."""
 
@@ -25,7 +25,7 @@ TEXT_TOKENS = 7
 def self_check_source(
     config: Any, shapes: Mapping[str, tuple[int, ...]], placeholders: Mapping[str, int]
 ) -> MemorySource:
-    """One random sample of each of `KINDS`, the last text of which is the target.
+    """One random sample of each of `KINDS` but the last, the last text of which is the target.
 
     Args:
         config: the whole model's; tokens that mean something to it are left out of the text.
@@ -55,7 +55,7 @@ def self_check_source(
     first, *others = shapes
     items = [[], [first], [first] * 3, [kind for kind in (*others[::-1], first) for _ in range(2)]]
     pad = next(i for i in range(vocabulary) if i not in placeholders.values())
-    return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=True)], vocabulary, placeholders, pad)
+    return MemorySource([sample(*kind) for kind in zip(KINDS, items, strict=False)], vocabulary, placeholders, pad)
 
 
 def _special(config: Any) -> set[int]:
@@ -68,8 +68,9 @@ def _special(config: Any) -> set[int]:
 
 
 def processed_samples(preparation: Preparation, kinds: Sequence[str]) -> MemorySource:
-    """One conversation of each of `KINDS` of random letters and media of some kinds, as `preparation` makes it. Raises
-    RecipeError: it takes fewer than two of them."""
+    """One conversation of each of `KINDS` of random letters and media of some kinds, as `preparation` makes it; the
+    last where it does not take all others, so that a batch has items of two sizes. Raises RecipeError: it takes fewer
+    than two of them."""
     draw, processor = random.Random(0), preparation.processor
 
     def words() -> str:
@@ -90,9 +91,12 @@ def processed_samples(preparation: Preparation, kinds: Sequence[str]) -> MemoryS
         [(known[0], sizes[known[0]][0])],
         [(known[0], size) for size in sizes[known[0]]],
         [(kind, size) for kind in reversed(known) for size in sizes[kind][:2]],
+        [(kind, sizes[kind][1]) for kind in known],
     ]
     samples, errors = [], list[str]()
     for name, each in zip(KINDS, items, strict=True):
+        if name == KINDS[-1] and not errors:
+            break
         try:
             samples.append(sample(name, each))
         except Exception as error:  # some processors take no text alone, or one item a sample

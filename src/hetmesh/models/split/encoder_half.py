@@ -18,6 +18,7 @@ from hetmesh.models.collate import media_items, stacked
 from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.deepstack import FEATURE
 from hetmesh.models.named.encoder import check_encoder
+from hetmesh.models.split.llm_half import use_loop_in_fp64
 from hetmesh.models.split.tower_alone import INPUTS
 from hetmesh.models.split.tower_plan import (
     hand_on,
@@ -310,6 +311,7 @@ class HfEncoderAdapter(PartAdapter):
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
+        use_loop_in_fp64(module)
         rows, known, given = len(batch["rows"]), vars(module), inputs.get(PREVIOUS)
         if "hetmesh_stage" not in known:  # of a view of a tower; of a whole one None
             parts = map(module.get_submodule, self.layers())

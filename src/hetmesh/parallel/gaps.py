@@ -1,0 +1,37 @@
+"""Gaps: where a rank waits for a collective of tensor or sequence parallelism, and may lend itself to other work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hetmesh.boundary.collective_clock import timed_collective
+
+Lend = Callable[[Callable[[], bool]], None]
+"""Does other work until the condition holds, or there is none left."""
+
+_lend: Lend | None = None  # of the process: it knows in which thread it may lend
+
+
+@contextmanager
+def lending(lend: Lend) -> Iterator[None]:
+    """Collectives of the body call `lend` while they wait."""
+    global _lend
+    before, _lend = _lend, lend
+    try:
+        yield
+    finally:
+        _lend = before
+
+
+def collective(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Run `begin`, a collective of torch.distributed, with these arguments, and wait for it: every one of tensor and
+    sequence parallelism passes here, in a forward, in a backward, and where a forward is computed again."""
+    with timed_collective():
+        if _lend is None:
+            begin(*args, **kwargs)
+            return
+        work = begin(*args, **kwargs, async_op=True)
+        _lend(work.is_completed)
+        work.wait()

@@ -1,0 +1,314 @@
+"""Encoders in the LLM's collectives: what a step gains of what it could, two processes, TP 2, over an emulated link.
+
+On a virtual clock, so that other work on the machine counts little: a rank's CPU seconds, its waits in collectives, and
+what a hand-over takes. A collective ends a gap after the later rank has begun; its own CPU seconds do not count. Steps
+with and without lending are taken in turns, of one schedule. Of the time in gaps a step can gain at most what it has in
+encoder work but for the first forward and the last backward, beside which there is nothing of the LLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import torch
+import torch.distributed as dist
+
+from hetmesh.boundary import World
+from hetmesh.cost import StageCost, StageParts, StepCosts
+from hetmesh.parallel import gaps, key_heads, linear, sequence_parallel, vocabulary
+from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
+from hetmesh.runtime import Runtime
+from hetmesh.runtime.side import Side
+from hetmesh.runtime.step_runner import StepRunner
+from hetmesh.runtime.step_transfers import StepTransfers
+from hetmesh.schedule import Action, Kind, Schedule
+from hetmesh.simulate import simulate
+from hetmesh.testing.pool import WorkerPool
+from hetmesh.training.feed import Feed
+from hetmesh.training.job import Job
+
+JUDGES = ("src/hetmesh/runtime", "src/hetmesh/parallel", "src/hetmesh/schedule", "src/hetmesh/simulate/beside.py")
+HAND_OVER_S = 30e-6
+"""Between the end of one thread and the beginning of the other, in which neither has CPU seconds."""
+GAPS_MS = (5.0, 2.0)
+RECIPE = """
+[modules.vision]
+model = "siglip"
+[modules.vision.config]
+hidden_size = {width}
+num_hidden_layers = {layers}
+num_attention_heads = 4
+intermediate_size = {inner}
+patch_size = 4
+image_size = 32
+[modules.projector]
+model = "mlp"
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 128
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 4
+head_dim = 32
+intermediate_size = 256
+[[boundaries]]
+from = "vision"
+to = "projector"
+[[boundaries]]
+from = "projector"
+to = "llm"
+at = "image"
+[parallelism.vision]
+ranks = [0, 1]
+[parallelism.projector]
+ranks = [0, 1]
+[parallelism.llm]
+ranks = [0, 1]
+tensor_parallel_degree = 2
+pipeline_parallel_schedule = "bubble_fill"
+pipeline_parallel_microbatch_size = 4
+bubble_fill_in_collectives = true
+[balance]
+policy = "none"
+[data]
+source = "hetmesh.testing.sources:RandomMedia"
+[data.options]
+kinds = {{ image = [3, 32, 32] }}
+items = 1
+[training]
+local_batch_size = {batch}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this benchmark."""
+    parser.add_argument("--rounds", type=int, default=8, help="steps of each kind and gap (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=5, help="of a step (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="of the encoder (default %(default)s)")
+    parser.add_argument("--width", type=int, default=256, help="of the encoder (default %(default)s)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Gains by gap, shares and ratios."""
+    sizes = {"width": args.width, "inner": 2 * args.width, "layers": args.layers, "batch": 4 * args.microbatches}
+    with WorkerPool(2) as pool:
+        ranks = pool.run(_measure, RECIPE.format(**sizes), args.rounds, timeout=1200)
+    found: dict[str, Any] = {"clock": "virtual", "rounds": args.rounds, "gaps": {}}
+    lent, ratios = [], []
+    for i, gap in enumerate(GAPS_MS):
+        each = [rank[i] for rank in ranks]
+        steps = [[max(pair) for pair in zip(*(of[kind] for of in each), strict=True)] for kind in ("plain", "lending")]
+        bound = min(min(of["gap_time"], of["hideable"]) for of in each)
+        gains = [(plain - lending) / bound for plain, lending in zip(*steps, strict=True)]
+        lent.append(sum(of["lent"] for of in each) / sum(of["had_work"] for of in each))
+        ratios.append(each[0]["predicted"] / statistics.median(steps[1]))
+        found["gaps"][f"{gap:g} ms"] = {
+            "gain": statistics.median(gains),
+            "gains": gains,
+            "lent_share": lent[-1],
+            "predicted_over_measured": ratios[-1],
+            "step_ratio": statistics.median(p / f for p, f in zip(*steps, strict=True)),
+            **{key: each[0][key] for key in ("gap_time", "hideable", "pieces_ms")},
+        }
+        found[f"gain_{gap:g}ms"] = statistics.median(gains)
+    empty = [statistics.median(on) / statistics.median(off) for off, on in (rank[-1] for rank in ranks)]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    return found | {"lent_share": min(lent), "predicted_over_measured": worst, "empty_overhead": statistics.mean(empty)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A line per gap."""
+    lines = [
+        f"gaps of {gap}: gain {of['gain']:.0%} of the bound, {of['lent_share']:.0%} of the gap time with work lent, "
+        f"step {of['step_ratio']:.2f} times as fast, predicted over measured {of['predicted_over_measured']:.2f}"
+        for gap, of in result["gaps"].items()
+    ]
+    return "\n".join([*lines, f"without gaps the step takes {result['empty_overhead']:.3f} of one without the key"])
+
+
+@dataclass
+class Clock:
+    """The virtual time of this rank, and what its collectives were used for."""
+
+    gap: float = 0.0
+    waited: float = 0.0  # less what does not count
+    gap_time: float = 0.0
+    lent: float = 0.0
+    had_work: float = 0.0
+    side: Side | None = None
+    parts: list[tuple[str, float]] | None = None  # of the action that runs: computation and collectives in turns
+    since: float = 0.0
+
+    def cpu(self) -> float:
+        """CPU seconds of both flows."""
+        own = time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)
+        if self.side is None or self.side._thread.ident is None:
+            return own
+        idents = {self.side._main, self.side._thread.ident} - {threading.get_ident()}
+        return own + sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
+
+    def now(self) -> float:
+        return self.cpu() + self.waited
+
+    def collective(self, begin: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """In place of `gaps.collective`."""
+        started = self.now()
+        latest = torch.tensor(started, dtype=torch.float64)
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        begin(*args, **kwargs)
+        self.waited -= self.now() - started
+        end = float(latest) + self.gap
+        self.gap_time += end - started
+        if self.parts is not None:
+            self.parts += [("mlp", started - self.since), ("collective", end - started)]
+        side = self.side
+        if gaps._lend is not None and side is not None and side._jobs:
+            gaps._lend(lambda: self.now() >= end)
+            self.lent += min(self.now(), end) - started
+            self.had_work += (end if side._jobs else min(self.now(), end)) - started
+        self.waited += max(end - self.now(), 0.0)
+        self.since = self.now()
+
+
+@contextmanager
+def emulated(clock: Clock) -> Iterator[None]:
+    """Collectives of the body take what `clock` says."""
+    modules = (linear, vocabulary, sequence_parallel, key_heads)
+    enter, leave, hand_over = Side.__enter__, Side.__exit__, Side._hand_over
+
+    def entered(side: Side) -> Side:
+        clock.side = side
+        return enter(side)
+
+    def left(side: Side, *error: object) -> None:
+        clock.waited += clock.cpu() - time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)  # of a thread that ends
+        clock.side = None
+        leave(side, *error)
+
+    def handed_over(side: Side, until: Callable[[], bool]) -> None:
+        clock.waited += HAND_OVER_S
+        hand_over(side, until)
+
+    patches = [patch.object(module, "collective", clock.collective) for module in modules]
+    patches += [patch.object(Side, "__enter__", entered), patch.object(Side, "__exit__", left)]
+    patches.append(patch.object(Side, "_hand_over", handed_over))
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+Spent = dict[Action, list[tuple[float, list[tuple[str, float]]]]]
+"""Per action, in some steps, its seconds, and its computation and collectives in turns."""
+
+
+def _measure(rank: int, text: str, rounds: int) -> list[Any]:
+    torch.set_num_threads(1)
+    job = Job.assemble(resolve(parse_recipe(text)), World.current())
+    drawn = next(job.loader)
+    plan = job.plan([d.meta for d in drawn])
+    schedule = job.schedule(plan)
+    transfers = StepTransfers(plan, schedule, rank)
+    transfers.prepare()  # as a run does while the step before is computed
+    spent: Spent = {}
+
+    def step(clock: Clock, lends: bool, timed: bool = False) -> float:
+        execute = StepRunner.execute
+
+        def noting(runner: StepRunner, action: Action) -> None:
+            clock.parts, clock.since = [], clock.now()
+            started = clock.since
+            execute(runner, action)
+            rest = clock.now() - clock.since
+            spent.setdefault(action, []).append((clock.now() - started, [*clock.parts, ("mlp", rest)]))
+
+        for parameter in job.root.parameters():
+            parameter.grad = None
+        feed = Feed(job.loader, drawn, plan, job.adapters, rank)
+        feed.load_all(job.world.watchdog)
+        with (
+            emulated(clock),
+            patch.object(Runtime, "_lends", PropertyMock(return_value=lends)),
+            patch.object(StepRunner, "execute", noting if timed else execute),
+        ):
+            dist.barrier()
+            started = clock.now()
+            job.runtime.run(schedule, plan, feed, step=0, transfers=transfers)
+            return clock.now() - started
+
+    return [_of_gap(gap / 1e3, rounds, step, spent, schedule) for gap in GAPS_MS] + [_empty(rounds, step)]
+
+
+def _of_gap(gap: float, rounds: int, step: Callable[..., float], spent: Spent, schedule: Schedule) -> dict[str, Any]:
+    """What one rank measured with gaps of so many seconds."""
+    spent.clear()
+    step(Clock(gap), False)
+    for _ in range(3):
+        step(Clock(gap), False, timed=True)
+    median = {action: sorted(each)[len(each) // 2] for action, each in spent.items()}
+    compute = {
+        action: seconds for action, (seconds, _) in median.items() if action.kind in (Kind.FORWARD, Kind.BACKWARD)
+    }
+    last = max(action.microbatch for action in compute)
+    ends = {(Kind.FORWARD, 0), (Kind.BACKWARD, last)}
+    beside = {action: seconds for action, seconds in compute.items() if action.stage in schedule.beside}
+    plain, lending, plain_clock, clock = [], [], Clock(gap), Clock(gap)
+    for _ in range(rounds):
+        plain.append(step(plain_clock, False))
+        lending.append(step(clock, True))
+    counted, stop = [0], Side.stop
+
+    def counting(side: Side) -> None:
+        counted[0] += 1
+        stop(side)
+
+    with patch.object(Side, "stop", counting):
+        step(Clock(gap), True)
+    return {
+        "plain": plain,
+        "lending": lending,
+        "gap_time": plain_clock.gap_time / rounds,
+        "hideable": sum(s for action, s in beside.items() if (action.kind, action.microbatch) not in ends),
+        "lent": clock.lent,
+        "had_work": clock.had_work,
+        "pieces_ms": 1e3 * sum(beside.values()) / counted[0],
+        "predicted": _predicted(
+            schedule,
+            {action: parts for action, (_, parts) in median.items() if action in compute},
+            (statistics.median(plain) - sum(compute.values())) / len(compute),
+        ),
+    }
+
+
+def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]], overhead: float) -> float:
+    """What the simulator says of a step whose actions take what was measured. `overhead`: of the runtime, per action,
+    by steps without lending."""
+    stages, each = {}, {}
+    for action in parts:
+        key = action.stage, action.microbatch
+        forward, backward = (tuple(parts[Action(kind, *key)]) for kind in (Kind.FORWARD, Kind.BACKWARD))
+        seconds = [sum(s for _, s in some) for some in (forward, backward)]
+        inside = [sum(s for kind, s in some if kind == "collective") for some in (forward, backward)]
+        stages[key], each[key] = StageCost(seconds[0], seconds[1], 0.0, *inside), StageParts(forward, backward, ())
+    beside = {stage.module for stage in schedule.beside}
+    return simulate(schedule, StepCosts(stages, parts=each, action_overhead=overhead), beside=beside).makespan
+
+
+def _empty(rounds: int, step: Callable[..., float]) -> tuple[list[float], list[float]]:
+    """Steps in which collectives are over at once, without and with a side."""
+    both = [(step(Clock(-1.0), False), step(Clock(-1.0), True)) for _ in range(rounds)]
+    off, on = zip(*both, strict=True)
+    return list(off), list(on)
