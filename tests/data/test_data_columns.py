@@ -210,6 +210,13 @@ def test_options_and_files_of_columns_that_are_wrong(root, rows):  # noqa: F811
             make(root, path)
 
 
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.jsonl.zst"])
+def test_compressed_files_are_to_be_unpacked(root, name):  # noqa: F811
+    (root / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(RecipeError, match=rf"path = '.*{name}': {Path(name).suffix} is compressed; unpack it"):
+        make(root, root / name)
+
+
 def test_a_hub_id_says_how_to_get_it(root):  # noqa: F811
     with pytest.raises(RecipeError) as caught:
         make_source("conversations", path="HuggingFaceM4/the_cauldron", tokenizer="Qwen/Qwen2.5-VL-3B-Instruct")
