@@ -302,6 +302,9 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
+    for wrong in ({"merge_size": 1}, {"patch_size": 7}):
+        with pytest.raises(RecipeError, match=r"processor_options (merge|patch)_size = \d: the model says it"):
+            source_of(directory, media, turns, processor_options=wrong)
 
 
 def watched(name):

@@ -44,6 +44,9 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
 
+OF_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
+"""Options that say how the tower cuts images. Of another merge size patches come in another order, as many."""
+
 T = TypeVar("T")
 
 
@@ -111,6 +114,10 @@ class Processor:
                 f"{self.key}: {type(self.own).__name__} takes no {', '.join(unknown)}; it takes "
                 f"{', '.join(sorted(known))}"
             )
+        parts = [getattr(self.own, PARTS[kind]) for kind in self.kinds]
+        for name, value in self.options.items():
+            if name in OF_MODEL and any(getattr(part, name, value) != value for part in parts):
+                raise RecipeError(f"{self.key}: processor_options {name} = {value}: the model says it; leave it out")
 
     def _record(self) -> None:
         """Have the processor's tokenizer and its expansion of texts note what they do."""
