@@ -20,6 +20,8 @@ from hetmesh.errors import HetmeshError, OutputError, RecipeError
 
 MAX_LEVELS = 100
 """Levels of lists and objects in JSON that is read. Python's own limit depends on who calls."""
+PATH_MAX = 4096
+"""Characters of the longest name of a file on Linux."""
 MAX_TEXT_BYTES = 1 << 24
 """Bytes of a text that a person names: a device may have no end."""
 
@@ -139,8 +141,13 @@ def place_in(folders: Sequence[Path], name: str) -> Path:
     followed. (Files of a Hugging Face cache are links into the `blobs` beside their snapshot, which belong to it.)
 
     Raises:
-        OSError: it lies elsewhere, or links lead in circles.
+        OSError: it lies elsewhere, links lead in circles, or no file can have such a name.
     """
+    if len(name) > PATH_MAX:
+        raise OSError(
+            f"{name[:40]!r}... has {len(name)} characters, too many for a file's name; write bytes in base64 as a data "
+            "URL (data:image/png;base64,...)"
+        )
     path = folders[0] / name
     if os.path.islink(path) or ".." in path.parts:
         real = os.path.realpath(path)

@@ -80,6 +80,21 @@ def test_columns_by_name(root, rows, form, record, options, asked, left):  # noq
     assert note.endswith(f"columns that are not read: {left}")
 
 
+def test_what_is_not_read_beside_turns_is_said(root, rows):  # noqa: F811
+    """An image under a name that nobody reads, without a mark in the text, is missed by nobody."""
+    turns = [{"from": "human", "value": "what is"}, {"from": "gpt", "value": "a cat"}]
+    for record, notes in (
+        ({"conversations": turns, "img": "0.png"}, [r"columns messages = 'conversations'; .* not read: img"]),
+        ({"conversations": json.dumps(turns), "img": "0.png"}, [r"messages = 'conversations'; .* not read: img"]),
+        ({"id": "a", "conversations": turns}, []),
+    ):
+        source = make(root, rows("jsonl", [record]))
+        assert decoded(source, 0)[1] == ["a cat </s>"]
+        said = [note for note in source.abilities.notes() if note.startswith("samples are made of")]
+        assert len(said) == len(notes)
+        assert all(map(re.search, notes, said))
+
+
 @pytest.mark.slow
 def test_the_options_that_the_page_shows(root, rows):  # noqa: F811
     page = (Path(__file__).parents[2] / "src" / "hetmesh" / "data" / "README.md").read_text()
@@ -169,6 +184,11 @@ def test_turns_of_the_cauldron_follow_all_of_its_images(root, rows):  # noqa: F8
         ({"image": "0.png", "title": "a"}, {}, r"needs one of messages, texts, question \+ answer, text, it has \['im"),
         ({"image": "0.png", "text": ["a", "b"]}, {}, r"must be a text, got \['a', 'b'\]"),
         ({"url": "0.png", "text": "a"}, {}, r"its caption 'text' is of nothing: it has no media, only \['text'"),
+        (
+            {"image": None, "text": "a"},
+            {"prompt": "what is this"},
+            r"its caption 'text' is of nothing: it has no media",
+        ),
         ({"image": "https://x.org/0.png", "text": "a"}, {}, ADDRESS),
         ({"image": "gone.png", "text": "a"}, {}, r"cannot read .*/gone.png: there is no such file; names start in"),
         ({"image": "0.png", "texts": [{"user": "a"}]}, {}, "KeyError.'assistant'"),
@@ -189,6 +209,13 @@ def test_options_and_files_of_columns_that_are_wrong(root, rows):  # noqa: F811
         path.write_text(wrong)
         with pytest.raises(RecipeError, match=r"rows.csv': cannot be read as .csv of UTF-8: each row must have one"):
             make(root, path)
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.jsonl.zst"])
+def test_compressed_files_are_to_be_unpacked(root, name):  # noqa: F811
+    (root / name).write_bytes(b"\x1f\x8b")
+    with pytest.raises(RecipeError, match=rf"path = '.*{name}': {Path(name).suffix} is compressed; unpack it"):
+        make(root, root / name)
 
 
 def test_a_hub_id_says_how_to_get_it(root):  # noqa: F811

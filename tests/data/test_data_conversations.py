@@ -280,7 +280,8 @@ def shown(files, asked):
     ("record", "message"),
     [
         ("{", r"sample 'data.jsonl:0': must be an object with `messages`"),
-        ("[]", r"sample 'data.jsonl:0': must be an object with `messages`"),
+        ("[]", r"sample 'data.jsonl:0': must be an object with `messages`, got \[\]"),
+        ("null", r"sample 'data.jsonl:0': must be an object with `messages`, got None"),
         ({"id": "x", "messages": [{"role": "user"}]}, "sample 'x': must be an object with `messages`.*content"),
         ({"id": "x", "messages": [{"role": "human", "content": "a"}]}, "sample 'x': .* there is no role human, only"),
         ('{"id": "\\ud800", "messages": []}', "sample 'data.jsonl:0': .*surrogates not allowed"),

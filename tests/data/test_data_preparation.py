@@ -304,6 +304,66 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
+    for wrong in ({"merge_size": 1}, {"patch_size": 7}):
+        with pytest.raises(RecipeError, match=r"processor_options (merge|patch)_size = \d: the model says it"):
+            source_of(directory, media, turns, processor_options=wrong)
+
+
+def watched(name):
+    """Turns with a video."""
+    parts = [{"type": "video", "path": name}, {"type": "text", "text": "Rain?"}]
+    return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "No."}]}]
+
+
+def test_videos_are_sampled_where_an_option_asks_for_it(processors, tmp_path):
+    """`do_sample_frames` was once given twice, and videos refused as if the processor took none."""
+    from transformers.video_utils import load_video
+
+    clip, directory = write_video(tmp_path / "clip.mp4", count=24), processors("qwen3_vl")
+    source = source_of(directory, tmp_path, watched("clip.mp4"), processor_options={"do_sample_frames": True})
+    frames, metadata = load_video(str(clip), backend="pyav")
+    own, turns = own_of(directory), watched("clip.mp4")
+    given = {"videos": [[frames]], "video_metadata": [[metadata]], "do_sample_frames": True}
+    made = own(text=[own.apply_chat_template(turns)], return_tensors="pt", **given)
+    assert_equal(source, 0, made, ["No."], {"pixel_values_videos", "video_grid_thw"})
+
+
+def test_videos_that_a_processor_does_not_take_say_why(processors, tmp_path):
+    write_video(tmp_path / "short.mp4", count=3)
+    cases = {
+        "llava": ({}, "it has 'video', but LlavaProcessor takes image$"),
+        "internvl": ({"fps": 2}, "InternVLVideoProcessor cannot sample its 3 frames at 10 per second: division by"),
+    }
+    for family, (options, says) in cases.items():
+        with pytest.raises(SampleError, match=says):
+            source_of(processors(family), tmp_path, watched("short.mp4"), processor_options=options).meta(0)
+    with pytest.raises(RecipeError, match=r"does not take 'image' of size .* with \{'max_pixels': 'few'\}"):
+        source_of(processors("qwen2_5_vl"), tmp_path, asked(), processor_options={"max_pixels": "few"})
+
+
+@pytest.mark.parametrize("items", [(), ("a.png",)])
+def test_a_row_token_in_a_text_is_refused(processors, media, items):
+    """Gemma 3's templates write another token for an image than those of its rows: a row that no image makes was once
+    trained on as text, or left out of an answer."""
+    directory = processors("gemma3")
+    token = own_of(directory).tokenizer.image_token
+    asking, turns = asked(*items, words=f"what is {token}?"), asked(*items)
+    turns[1] = {"role": "assistant", "content": f"it is {token}"}
+    source = source_of(directory, media, asking, turns)
+    for index in range(2):
+        for read in (source.meta, source.load):
+            with pytest.raises(SampleError, match=f"'talk {index}': its text contains .*, which stands for media"):
+                read(index)
+
+
+def test_files_that_are_no_images_say_so(processors, tmp_path):
+    (tmp_path / "a.png").write_text("not found")
+    source = source_of(processors("llava"), tmp_path, asked("a.png"), asked("/9j/" * 2000))
+    for read in (source.meta, source.load):
+        with pytest.raises(SampleError, match=r"cannot read .*a\.png: it is no image that Pillow knows"):
+            read(0)
+    with pytest.raises(SampleError, match=r"'talk 1': '(/9j/){10}'\.\.\. has 8000 characters, .* as a data URL"):
+        source.meta(1)
 
 
 def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
@@ -317,17 +377,17 @@ def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
     assert 10 * few.meta(0).media[0].rows == all_of_it.meta(0).media[0].rows
     write_video(tmp_path / "clip.mp4", "mpeg4", count=3)
     for ask in (few.meta, few.load):
-        with pytest.raises(SampleError, match=r"clip.mp4: the processor takes none of its 3 frames"):
+        with pytest.raises(SampleError, match=r"clip.mp4: InternVLVideoProcessor cannot sample its 3 frames"):
             ask(0)
 
 
-def test_a_processor_that_makes_nothing_of_its_first_kind_is_refused(processors, media, monkeypatch):
+def test_a_processor_that_makes_nothing_of_its_first_kind_is_refused(processors, media, tmp_path, monkeypatch):
     def blank(*_):
         raise OSError("no image of that size")
 
     monkeypatch.setattr(Processor, "blank", blank)
     with pytest.raises(RecipeError, match=r"\[data.options\] processor = .* no image of that size"):
-        source_of(processors("llava"), media, asked(media / "a.png"))
+        source_of(copied(processors, "llava", tmp_path), media, asked(media / "a.png"))  # another may be known by now
 
 
 def test_a_weight_of_0_leaves_a_turn_out_of_the_targets(processors, media):

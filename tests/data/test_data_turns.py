@@ -103,6 +103,7 @@ def test_media_in_a_record():
     url = "data:audio/x-wav;charset=x;base64," + base64.b64encode(data).decode()
     item = data_url(url, lambda: url)
     assert (item.name, item.length, item.read(), item.open().read()) == ("inline.wav", 5, data, data)
+    assert str(item) == "inline.wav (5 bytes in the record)"  # so errors call it
     with pytest.raises(OSError, match="is no data URL of base64"):
         data_url("data:,hello", str)
     with pytest.raises(OSError, match="is no base64"):

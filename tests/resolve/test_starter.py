@@ -99,7 +99,14 @@ def test_what_it_will_leave_out_is_said(root, capsys, monkeypatch):
     (root / "one_bad.json").write_text(json.dumps(talks))
     options = ("--data.options.media_folder", "pets/images", "--data.on_bad_sample", "skip")
     assert main(["init", "qwen3_vl", "--data", "one_bad.json", "--ranks", "1", *options]) == 0
-    assert "note: 1 of 6 samples cannot be read: sample '1': `from` is 'nobody'" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "note: 1 of 6 samples cannot be read: sample '1': `from` is 'nobody'" in printed.err
+    assert "default:\n  activation_checkpoint.mode = 'none'" in printed.err  # all lines of a note
+    assert '"skip" # 1 of 6 samples looked at cannot be read: left out, and counted\n' in printed.out
+    assert "# 1 of 6 samples looked at add nothing to the loss; or stop\n" in printed.out
+    assert main(["init", "qwen3_vl", "--data", "one_bad.json", "--ranks", "1", *options[:2]]) == 2
+    assert "'nobody', must be one of" in (said := capsys.readouterr().err)
+    assert said.endswith("; --data.on_bad_sample skip leaves out, and counts, what cannot be read\n")
 
 
 @pytest.fixture(scope="module")

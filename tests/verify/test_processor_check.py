@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import LlavaProcessor
 
 from hetmesh.cli import main
 from hetmesh.data.chat import Chat
@@ -17,6 +19,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.verify.processor_check import check_processor
 from hetmesh.verify.self_check_process import needs_self_check, record
+from support.media_files import write_video
 from surveying.processor_forward import tiny_directory
 
 
@@ -24,6 +27,13 @@ from surveying.processor_forward import tiny_directory
 def llava(tmp_path_factory):
     path = tmp_path_factory.mktemp("llava")
     tiny_directory("llava", "LlavaForConditionalGeneration", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3_vl")
+    tiny_directory("qwen3_vl", "Qwen3VLForConditionalGeneration", path)
     return path
 
 
@@ -90,6 +100,33 @@ def test_a_form_of_the_recipe_is_compared_with_what_transformers_makes_of_it(lla
     form = form.replace("IMAGE", processor_at(llava, "key").written("image"))
     (line,) = check_processor(resolve(recipe_of(llava, talks, f'chat_template = "{form}"')))
     assert line.startswith("data: tokens and tensors of 3 of")
+
+
+@pytest.mark.parametrize("options", ["num_frames = 4", "fps = 4", "do_sample_frames = true"])
+def test_videos_are_compared_with_what_transformers_samples(qwen3_vl, tmp_path, options):
+    """Of a directory with a rate of its own, which transformers refuses beside `num_frames`: 0 were once compared."""
+    write_video(tmp_path / "a.mp4", count=24)
+    parts = [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "Rain?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"id": "x", "messages": turns}))
+    more = f"processor_options = {{ {options} }}\n[modules.vision]\nmedia = 'image+video'"
+    (line,) = check_processor(resolve(recipe_of(qwen3_vl, tmp_path / "talks.jsonl", more)))
+    assert line == "data: tokens and tensors of 1 of the first 1 sample equal those of transformers' own processor"
+
+
+def test_what_is_not_compared_is_said_and_what_transformers_refuses_is_an_error(llava, talks, monkeypatch):
+    resolved = resolve(recipe_of(llava, talks))
+    (talks.parent / "00.png").write_bytes(b"not found")
+    (line,) = check_processor(resolved)
+    assert "of 2 of the first 3 samples equal" in line
+    assert re.search(r"; not compared: sample 'talk 0': cannot read .*00.png: it is no image that Pillow knows$", line)
+
+    def refused(*args, **kwargs):
+        raise ValueError("no such tile")
+
+    monkeypatch.setattr(LlavaProcessor, "apply_chat_template", refused)
+    with pytest.raises(SelfCheckError, match="'talk 1': transformers' LlavaProcessor cannot take it: no such tile"):
+        check_processor(resolved)
 
 
 def test_a_recipe_that_names_a_tokenizer_is_not_compared_which_is_said(llava, talks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     data = None if args.data is None else find_conversations(args.data, folder)
     first = starter(args.directory, data, machine=args.machine, ranks=args.ranks, overrides=overrides)
     text = starter_text(first)
-    for line in checked(parse_recipe(text))[1]:
-        if line.startswith("note: "):  # of samples that it leaves out, say
-            print(line, file=sys.stderr)
+    lines = checked(parse_recipe(text))[1]
+    for line in dropwhile(lambda line: not line.startswith("note: "), lines):  # of samples that it leaves out, say
+        print(line, file=sys.stderr)
     if args.write is None:
         print(text, end="")
         return 0

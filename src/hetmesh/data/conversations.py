@@ -340,9 +340,10 @@ class ConversationsSource:
         for kind, count in self._store.media_counts(index).items():
             used = sum(other == kind for other, _ in named)
             if kind in self.placeholders and count != used:
+                leave = "" if self.preparation else f", or leave {kind!r} out of {KEY} placeholders"
                 raise SampleError(
                     f"sample {name!r}: its row holds {count} of {kind!r} and its conversation has a place for {used}; "
-                    f"name each in `content`, or leave {kind!r} out of {KEY} placeholders"
+                    f"name each in `content`{leave}"
                 )
         return stored, name, messages, media
 
@@ -374,14 +375,17 @@ class ConversationsSource:
             if kind == "text":
                 assert isinstance(value, str)
                 if used := sorted(p for p in self._chat.reserved if p in value):
+                    other = "leave it out of the text" if self.preparation else "choose another placeholder"
                     raise SampleError(
                         f"sample {name!r}: its text contains {used[0]!r}, which stands for media; write media as parts "
-                        "of `content`, or choose another placeholder"
+                        f"of `content`, or {other}"
                     )
                 text += value
                 continue
             if kind not in self.placeholders:
-                raise SampleError(f"sample {name!r}: it has {kind!r}, but {KEY} placeholders has no token for that")
+                none = f"{KEY} placeholders has no token for that"
+                reason = none if self.preparation is None else self.preparation.why_not(kind)
+                raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}")
             text += self._chat.texts[kind]
             media.append((kind, value))
         return text

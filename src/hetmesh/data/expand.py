@@ -106,7 +106,8 @@ class Expander:
         if item.name not in self.item_rows:
             raise SampleError(
                 f"sample {sample_id!r}: no module reads media of kind {item.name!r}; kinds that are read: "
-                f"{sorted(self.item_rows)} (a boundary's `at`)"
+                f"{sorted(self.item_rows)} (`at` of a boundary; with [model] hf_path also `media` of a module, such as "
+                '"image+video")'
             )
         if item.runs:
             return item.rows

@@ -95,8 +95,12 @@ class ImageProcessor:
 def open_image(file: BinaryIO | Path) -> Image:
     """An image whose header has been read. Raises OSError, ValueError: it is none, too large, or an EPS program."""
     from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
 
-    image = pillow.open(file)
+    try:
+        image = pillow.open(file)
+    except UnidentifiedImageError as error:  # whose text names the object that is read
+        raise ValueError("it is no image that Pillow knows") from error
     if image.format == "EPS":
         image.close()
         raise ValueError("it is an EPS file, which is a program")

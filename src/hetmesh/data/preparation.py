@@ -10,7 +10,6 @@ import bisect
 import io
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -101,10 +100,21 @@ class Preparation:
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
             if fewer and (chat := Chat(folder, fewer, template or default, key)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
-        self.placeholders = dict[str, int]()
-        for kind in kinds:  # one that it cannot make hinders no others: the module that reads it says why
-            with one_torch_thread(), nullcontext() if kind == kinds[0] else suppress(RecipeError):
-                self.placeholders[kind] = self.processor.row_tokens[kind]
+        self.placeholders, self._refused = dict[str, int](), dict[str, str]()
+        for kind in kinds:  # one that it cannot make hinders no others
+            try:
+                with one_torch_thread():
+                    self.placeholders[kind] = self.processor.row_tokens[kind]
+            except RecipeError as error:
+                if kind == kinds[0]:
+                    raise
+                self._refused[kind] = str(error)
+
+    def why_not(self, kind: str) -> str:
+        """Why there is no placeholder for media of that kind."""
+        if kind in self.processor.kinds:
+            return self._refused.get(kind, f"the chat template writes no {kind!r}")
+        return f"{type(self.processor.own).__name__} takes {', '.join(self.processor.kinds)}"
 
     def turns(self, name: str, messages: Sequence[tuple[str, str]], further: Further = NOTHING) -> Turns:
         """A conversation of `(role, text)` turns. Raises SampleError: template or processor do not take it."""
@@ -191,12 +201,23 @@ class Preparation:
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         placed = placed_items(name, self.processor, made, order)
+        self._check_rows(name, made, placed)
         chosen = self._chosen(name, turns, made) if turns.answer is None else np.where(made.answer, 1, NO_TURN)
         for token in self.placeholders.values():
             chosen[made.ids == token] = NO_TURN
         chosen[:1] = NO_TURN
         meta = SampleMeta(name, len(made.ids), placed, runs_of(chosen != NO_TURN))
         return meta, made, chosen[chosen != NO_TURN].tolist()
+
+    def _check_rows(self, name: str, made: Made, placed: Sequence[MediaItem]) -> None:
+        """Raise SampleError for a row token that is no item's. Some templates write another token for an item than
+        those that its rows take (Gemma 3), so that a text may hold one."""
+        rows = np.isin(made.ids, [*self.placeholders.values()])
+        for item in placed:
+            rows[item.position : item.stop] = False
+        if rows.any():
+            token = self.processor.tokenizer.decode(made.ids[rows][:1])
+            raise SampleError(f"sample {name!r}: its text contains {token!r}, which stands for media; leave it out")
 
     def opened(self, kind: str, blob: Blob, data: bytes) -> Any:
         """An item as the processor takes it. Raises OSError, ValueError: it cannot be read."""
@@ -214,9 +235,12 @@ class Preparation:
     def _frames(self, header: VideoHeader) -> Any:
         """transformers' metadata of a video, with the frames wanted. Raises ValueError: none, or too many."""
         metadata = header.metadata()
-        indices = list[int]()
-        with suppress(ZeroDivisionError):  # some divide by the number of frames wanted of a short video
+        try:
             indices = self.processor.wanted_frames(metadata)
+        except Exception as error:  # whatever a processor raises
+            name, reason = type(self.processor.own.video_processor).__name__, " ".join(str(error).split())
+            seen = f"{header.frames} frames at {header.fps:g} per second"
+            raise ValueError(f"{name} cannot sample its {seen}: {reason}") from error
         if not indices:
             raise ValueError(f"the processor takes none of its {header.frames} frames")
         check_pixels(len(indices), header.height, header.width)

@@ -33,7 +33,7 @@ COMMENTS: Mapping[str, str] = {
     "balance.microbatch_shares": "microbatches that each lane takes whole",
     "data.source": "random tokens and images: give your own with `hetmesh init DIR --data FOLDER`",
     "data.num_workers": "processes per rank that load samples ahead",
-    "data.on_bad_sample": "or skip: leaves out what cannot be read, and counts it",
+    "data.on_bad_sample": "stop, or skip: leaves out what cannot be read, and counts it",
     "data.on_no_target": "samples without an assistant's turn are named and counted; or stop",
     "data.options.path": "conversations",
     "data.options.media_folder": "where relative names of images start",
@@ -118,6 +118,8 @@ def _comment(path: Sequence[str], starter: Starter) -> str:
     if key == "training.seq_len":
         longest = f"the longest of those looked at has {starter.longest:,}"
         return f"tokens of the longest sample allowed, with images; {longest}"
+    if key == "data.on_bad_sample" and starter.unreadable:
+        return f"{starter.unreadable} of {starter.looked_at} samples looked at cannot be read: left out, and counted"
     if key == "data.on_no_target" and starter.without_target:
         return f"{starter.without_target} of {starter.looked_at} samples looked at add nothing to the loss; or stop"
     if key == "training.steps":

@@ -17,9 +17,9 @@ import tomlkit
 import torch
 
 from hetmesh.cost import Machine, find_machine, load_machine
+from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.find_conversations import Conversations
-from hetmesh.errors import RecipeError
-from hetmesh.graph import MetaArrays
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.planner import Found, Problem, search
 from hetmesh.recipe.hf_path import positions_of, synthetic_options
 from hetmesh.recipe.overrides import apply_override, parse_overrides
@@ -50,7 +50,7 @@ class Starter:
         tables: the recipe, as TOML has it.
         samples, looked_at: in the data, and those that say how samples are.
         longest: tokens of the longest of them, media expanded.
-        without_target: how many of them add nothing to the loss.
+        without_target, unreadable: how many of them add nothing to the loss, and how many cannot be read.
         problem, found: the search for its layout.
         tried: numbers of ranks that do not hold it.
     """
@@ -60,6 +60,7 @@ class Starter:
     looked_at: int
     longest: int
     without_target: int
+    unreadable: int
     problem: Problem
     found: Found
     tried: tuple[int, ...] = ()
@@ -87,9 +88,9 @@ def starter(
     device = _machine(machine)
     gpu = device.name != "cpu"
     tables = _draft(directory, data, gpu, machine)
-    resolved, metas = _measured(tables, overrides)
-    samples = len(resolved.source)
-    longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum())
+    resolved, drawn = _measured(tables, overrides)
+    samples, metas, unreadable = len(resolved.source), drawn.metas, len(drawn.unreadable)
+    longest, without = int(metas.tokens.max()), int((metas.num_targets == 0).sum()) - unreadable
     power_of_two = max(1 << max(longest - 1, 0).bit_length(), 16)
     tables["training"]["seq_len"] = min(power_of_two, positions_of(directory) or LONGEST)
     if ranks is None and machine is None:
@@ -104,7 +105,7 @@ def starter(
         found = search(problem, shown=1)
         if found.fastest is not None:
             planned = planned_text(recipe, text, (), problem, found.fastest.plan)
-            seen = samples, len(metas), longest, without
+            seen = samples, len(metas), longest, without, unreadable
             return Starter(tomli.loads(planned), *seen, problem, found, tuple(tried))
         tried.append(count)
         least = found.least_bytes
@@ -192,17 +193,22 @@ def _dumped(tables: Mapping[str, Any], overrides: Sequence[str]) -> str:
     return tomlkit.dumps(raw)
 
 
-def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[ResolvedRecipe, MetaArrays]:
-    """The recipe, and expanded metadata of samples from all of its data."""
-    resolved = resolve(parse_recipe(_dumped(tables, overrides)))
-    samples = len(resolved.source)
-    metas = resolved.loader().drawn(list(range(0, samples, max(samples // MAX_SAMPLES, 1)))[:MAX_SAMPLES]).metas
+def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[ResolvedRecipe, DrawnBatch]:
+    """The recipe, and samples from all of its data."""
+    try:
+        resolved = resolve(parse_recipe(_dumped(tables, overrides)))
+        samples = len(resolved.source)
+        drawn = resolved.loader().drawn(list(range(0, samples, max(samples // MAX_SAMPLES, 1)))[:MAX_SAMPLES])
+    except SampleError as error:
+        leave = "--data.on_bad_sample skip leaves out, and counts, what cannot be read"
+        raise RecipeError(f"{error}; {leave}") from error
+    metas = drawn.metas
     if not metas.num_targets.any():
         raise RecipeError(
             f"none of {len(metas)} samples of the data that were looked at has a target: nothing in them is the "
             "assistant's (`role` assistant, `from` gpt), or the chat template leaves it out"
         )
-    return resolved, metas
+    return resolved, drawn
 
 
 def _steps(samples: int, ranks: int, steps: int | None) -> dict[str, int]:

@@ -39,25 +39,28 @@ def check_processor(resolved: ResolvedRecipe) -> list[str]:
             lines.append("data: nothing was compared with transformers' own processor: data.options name a tokenizer")
             continue
         first = min(N_SAMPLES, len(part))
-        done = sum(_is_alike(part, part.preparation, index) for index in range(first))
-        what = f"tokens and tensors of {done} of the first {counted(first, 'sample')} equal those"
-        lines.append(f"data: {what} of transformers' own processor")
+        reasons = [*filter(None, (_not_compared(part, part.preparation, index) for index in range(first)))]
+        what = f"tokens and tensors of {first - len(reasons)} of the first {counted(first, 'sample')} equal those"
+        why = f"; not compared: {reasons[0]}" if reasons else ""
+        lines.append(f"data: {what} of transformers' own processor{why}")
     return lines
 
 
-def _is_alike(part: ConversationsSource, preparation: Preparation, index: int) -> bool:
-    """Compare one sample; False if it cannot be read, which the run itself reports."""
+def _not_compared(part: ConversationsSource, preparation: Preparation, index: int) -> str:
+    """Compare one sample, or say why not: it cannot be read, which the run itself reports, or there is no such call."""
     try:
         sample = part.load(index)
         made = by_transformers(part, preparation, index)
-    except (SampleError, OSError, ValueError):
-        return False
+    except SelfCheckError:  # a ValueError too
+        raise
+    except (SampleError, OSError, ValueError) as error:
+        return str(error)
     if made is None:
-        return False
+        return f"sample {sample.id!r}: the chat template takes no media"
     own = preparation.processor.own
     _check_tokens(sample.id, sample.tokens.tolist(), made["input_ids"][0].tolist(), own)
     _check_tensors(sample, made, own)
-    return True
+    return ""
 
 
 def by_transformers(
@@ -90,6 +93,8 @@ def by_transformers(
             if "video" in by_kind:
                 asked = any(given.get(key) for key in ("fps", "num_frames", "do_sample_frames"))
                 given["do_sample_frames"] = asked or own.video_processor.do_sample_frames
+                if bool(given.get("fps")) != bool(given.get("num_frames")):  # not what the directory says of the other
+                    given = {"fps": None, "num_frames": None, **given}
             return dict(own(text=[text], return_tensors="pt", **given))
         if not preparation.chat.takes_parts and media:
             return None

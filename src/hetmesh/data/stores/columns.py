@@ -40,7 +40,7 @@ class Columns:
     def __init__(self, named: Mapping[str, str] | None = None, prompt: str = "", values: Collection[str] = ()) -> None:
         self.named, self.prompt, self.kept = dict(named or {}), prompt, (*BESIDE, *values)
         self.notes: list[str] = []
-        """Of what the first record was made, where it holds no turns."""
+        """Of what the first record was made that holds no turns, or more than these."""
         if unknown := sorted(set(self.named) - set(USUAL)):
             raise RecipeError(f"[data.options] columns: unknown {unknown}; valid are {list(USUAL)}")
 
@@ -61,11 +61,12 @@ class Columns:
         return {what: column for what, column in found.items() if column and what in ("id", *MEDIA, *form)}
 
     def note(self, names: Collection[str], found: Mapping[str, str]) -> None:
-        """Remember what is made of the columns `names`, unless they hold turns, or it is known."""
-        if "messages" not in found and not self.notes:
+        """Remember what is made of the columns `names`, unless it is known, or they hold turns and all are read."""
+        left = sorted({*names}.difference(found.values(), self.kept))
+        if not self.notes and (left or "messages" not in found):
             shown = ", ".join(f"{what} = {column!r}" for what, column in found.items())
-            left = ", ".join(sorted({*names}.difference(found.values(), self.kept))) or "none"
-            self.notes.append(f"samples are made of the columns {shown}; columns that are not read: {left}")
+            unread = ", ".join(left) or "none"
+            self.notes.append(f"samples are made of the columns {shown}; columns that are not read: {unread}")
 
     def takes_caption(self, record: Mapping[str, Any]) -> bool:
         """Whether a caption that is stored beside `record` is what the assistant says: it makes no conversation itself,
@@ -103,10 +104,13 @@ class Columns:
     def _conversation(
         self, record: Any, inside: Mapping[str, int] | None, beside: Callable[[], Mapping[str, list[str]]] | None
     ) -> Any:
+        if not isinstance(record, Mapping):
+            raise ValueError(f"must be an object with `messages`, got {record!r:.80}")
         found = self.of(record.keys())
         given = {what: record[column] for what, column in found.items()}
         turns = given.get("messages")
         if turns is not None and not self.named and inside is None and not isinstance(turns, str):
+            self.note(record.keys(), found)
             return record
         items = {kind: given.get(kind) or [] for kind in MEDIA}
         media: Mapping[str, list[Any]] = {k: item if isinstance(item, list) else [item] for k, item in items.items()}
@@ -118,9 +122,11 @@ class Columns:
         out |= {kind: items for kind, items in media.items() if items}
         out |= {"id": given["id"]} if "id" in given else {}
         if "messages" in found:
+            self.note(record.keys(), found)
             turns = from_json(turns) if isinstance(turns, str) else turns
             return out | {"conversations" if turns and "from" in turns[0] else "messages": turns}
-        if "text" in found and not any(media.values()) and beside is None and not self.prompt:
+        asks_of_none = self.prompt and not any(kind in found for kind in MEDIA)
+        if "text" in found and not any(media.values()) and beside is None and not asks_of_none:
             raise ValueError(f"its caption {found['text']!r} is of nothing: it has no media, only {sorted(record)}")
         self.note(record.keys(), found)
         if "texts" in found:

@@ -22,6 +22,9 @@ from hetmesh.files import MAX_TEXT_BYTES, from_json, hub_hint, open_file, place_
 TABLES = (".parquet", ".arrow")
 """Extensions of tables."""
 
+COMPRESSED = {".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip"}
+"""Extensions of files that cannot be read by offset."""
+
 SEPARATED = {".csv": ",", ".tsv": "\t"}
 """Extensions of texts of columns, the first line of which names them, and what is between two."""
 
@@ -148,6 +151,8 @@ def open_store(
     kinds = {file.suffix for file in files}
     if len(kinds) > 1:
         raise RecipeError(f"{key} = {path!r}: files of one kind, got {sorted(kinds)}")
+    if packed := sorted(kinds & COMPRESSED):
+        raise RecipeError(f"{key} = {path!r}: {packed[0]} is compressed; unpack it, since records are read by offset")
     if kinds == {".tar"}:
         return TarShards(files, key, columns, arrays)
     if kinds <= set(TABLES) or files[0].is_dir():

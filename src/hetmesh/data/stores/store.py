@@ -164,6 +164,9 @@ class RecordBlob:
     def open(self) -> BinaryIO:
         return io.BytesIO(self.read())
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.length} bytes in the record)"
+
 
 def data_url(url: str, again: Callable[[], str]) -> RecordBlob:
     """The item of a data URL (RFC 2397), as requests to chat models have them. Its bytes are not kept: `again` gives

@@ -44,6 +44,9 @@ METHODS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
 
+OF_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
+"""Options that say how the tower cuts images. Of another merge size patches come in another order, as many."""
+
 T = TypeVar("T")
 
 
@@ -111,6 +114,10 @@ class Processor:
                 f"{self.key}: {type(self.own).__name__} takes no {', '.join(unknown)}; it takes "
                 f"{', '.join(sorted(known))}"
             )
+        parts = [getattr(self.own, PARTS[kind]) for kind in self.kinds]
+        for name, value in self.options.items():
+            if name in OF_MODEL and any(getattr(part, name, value) != value for part in parts):
+                raise RecipeError(f"{self.key}: processor_options {name} = {value}: the model says it; leave it out")
 
     def _record(self) -> None:
         """Have the processor's tokenizer and its expansion of texts note what they do."""
@@ -259,7 +266,7 @@ class Processor:
     def _keys(self) -> Mapping[str, tuple[str, ...]]:
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
-            out = self.own(text=[self.written(kind)], return_tensors="pt", **self.options | given)
+            out = self.own(text=[self.written(kind)], return_tensors="pt", **(self.options | given))
             names = set(out) - _TEXT_KEYS
             lists = [name for name in names if isinstance(out[name], list)]
             self.lists |= {name for name in lists if not any(isinstance(value, Tensor) for value in out[name])}
@@ -332,9 +339,10 @@ class _ByKind(dict[str, T]):
         except RecipeError:
             raise
         except Exception as error:  # whatever a processor raises
+            options = f" with {self._processor.options}" if self._processor.options else ""
             raise RecipeError(
-                f"{self._processor.key}: {type(self._processor.own).__name__} does not take a {kind!r} of size "
-                f"{EXAMPLES[kind][0]}: {type(error).__name__}: {' '.join(str(error).split())}"
+                f"{self._processor.key}: {type(self._processor.own).__name__} does not take {kind!r} of size "
+                f"{EXAMPLES[kind][0]}{options}: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
         return value
 
