@@ -18,7 +18,8 @@ from hetmesh.data.stores.store import Blob
 from hetmesh.errors import SampleError, SelfCheckError
 from hetmesh.formatting import counted
 from hetmesh.models.config_keys import hf
-from hetmesh.models.split.processor import Clip, as_tensor
+from hetmesh.models.split.made import as_tensor
+from hetmesh.models.split.processor import Clip
 from hetmesh.resolve.directories import directory_of
 from hetmesh.resolve.resolved import ResolvedRecipe
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
-from hetmesh.models.split.made import Unit
-from hetmesh.models.split.processor import EXAMPLES, Clip, Processor, as_tensor, processor_at
+from hetmesh.models.split.made import Unit, as_tensor
+from hetmesh.models.split.processor import EXAMPLES, Clip, Processor, processor_at
 from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.recipe.hf_path import PROCESSOR_FILES
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._processes import one_torch_thread
-from hetmesh.models.split.made import Made, Unit, place_of
-from hetmesh.models.split.processor import ARGUMENTS, EXAMPLES, METHODS, Clip, Processor, as_tensor, position_keys
+from hetmesh.models.split.made import Made, Unit, as_tensor, place_of
+from hetmesh.models.split.processor import ARGUMENTS, EXAMPLES, METHODS, Clip, Processor, position_keys
 
 MOST_KNOWN = 1024
 """Of how many samples' sizes it is remembered what is made of them; the texts of one may take 50 kB."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 Unit = Mapping[str, Tensor]
@@ -61,3 +62,14 @@ class Made:
     places: list[PlaceOfItem]
     units: Mapping[str, Unit]
     answer: list[bool]
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A value of a processor as a tensor; a list of tensors of one shape side by side. Raises ValueError for others."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value):
+        if len({each.shape for each in value}) > 1:
+            raise ValueError(f"its tensors have the shapes {sorted({tuple(each.shape) for each in value})}")
+        return torch.stack(list(value))
+    return torch.as_tensor(np.asarray(value))

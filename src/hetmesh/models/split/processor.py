@@ -22,13 +22,12 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import read_object
 from hetmesh.models.config_keys import hf
-from hetmesh.models.split.made import Made, PlaceOfItem, place_of, places_between
+from hetmesh.models.split.made import Made, PlaceOfItem, as_tensor, place_of, places_between
 from hetmesh.recipe.hf_families import part_of
 
 ARGUMENTS: Mapping[str, str] = MappingProxyType({"image": "images", "video": "videos", "audio": "audio"})
@@ -369,17 +368,6 @@ SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 def position_keys(kind: str) -> tuple[str, ...]:
     """What a processor makes of media of a kind that positions depend on."""
     return f"{kind}_grid_thw", *(SECONDS if kind == "video" else ())
-
-
-def as_tensor(value: Any) -> Tensor:
-    """A value of a processor as a tensor; a list of tensors of one shape side by side. Raises ValueError for others."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(each, Tensor) for each in value):
-        if len({each.shape for each in value}) > 1:
-            raise ValueError(f"its tensors have the shapes {sorted({tuple(each.shape) for each in value})}")
-        return torch.stack(list(value))
-    return torch.as_tensor(np.asarray(value))
 
 
 def processor_at(path: Path, key: str, options: Mapping[str, Any] = MappingProxyType({})) -> Processor:

@@ -136,8 +136,8 @@ def _find(
     calls: Sequence[tuple[Encode, Encode]],
     items: Sequence[int],
 ) -> tuple[Activation, tuple[str, ...], tuple[str, ...]]:
-    """What passes between stages; the layers that the first and the last one must hold. `calls`: of so many `items`,
-    each with the same for their shapes alone."""
+    """What passes between stages; the layers that the first and the last one must hold. `calls`, each
+    with one for shapes alone, have these numbers of `items`."""
     shapes: list[dict[str, torch.Size]] = [{} for _ in calls]
     with torch.no_grad():
         outputs = [call(_marked(hollow, layers, seen)) for (call, _), seen in zip(calls, shapes, strict=True)]
