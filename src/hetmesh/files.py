@@ -152,8 +152,8 @@ def place_in(folders: Sequence[Path], name: str) -> Path:
     if os.path.islink(path) or ".." in path.parts:
         real = os.path.realpath(path)
     else:
-        real = os.path.join(_real(os.path.dirname(path)), path.name)
-    if any(real.startswith(root) for folder in folders for root in _roots(str(folder))):
+        real = os.path.join(_real(os.path.abspath(path.parent)), path.name)
+    if any(real.startswith(root) for folder in folders for root in _roots(os.path.abspath(folder))):
         return path
     raise OSError(f"{name!r} is {real}, which lies outside of {' and '.join(map(str, folders))}")
 

@@ -319,3 +319,13 @@ def test_inputs_are_drawn_by_seed_and_number(load, tmp_path):
         place = mutations.Place(tmp_path / "a.json", tmp_path / "outside")
         told.append((mutations.mutate(random.Random("7/3"), place), (tmp_path / "a.json").read_bytes()))
     assert told[0] == told[1]
+
+
+def test_relative_folders_are_those_of_the_current_directory(tmp_path, monkeypatch):
+    """What one was found to be elsewhere once stayed, and data were refused as outside of their folder."""
+    for place, folder in (("a", "data"), ("b", "data/images")):
+        (tmp_path / place / "data" / "images").mkdir(parents=True)
+        (tmp_path / place / "data" / "images" / "0.png").write_text("")
+        monkeypatch.chdir(tmp_path / place)
+        name = "images/0.png" if folder == "data" else "0.png"
+        assert place_in([Path(folder)], name) == Path("data/images/0.png")

@@ -5,12 +5,11 @@ import pytest
 
 from hetmesh.balance import plan_batch
 from hetmesh.data.loader import Loader
-from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference
 from support import faults
 from support.assignments import Deferred, RandomAssignment
-from support.parity_cases import MODEL, check, cp, delayed_run, packed, recipe, table
+from support.parity_cases import check, cp, delayed_run, packed, recipe, table
 
 pytestmark = pytest.mark.slow
 
@@ -77,10 +76,8 @@ def first_routes(recipe):
 
 @pytest.mark.parametrize("split", ["", pytest.param("\nsplit_deferred_backward = true", id="split")])
 def test_e6_entrain_defers_and_equals_one_process_in_both_backward_modes(pool4, split):
-    text = MODEL.replace("microbatch_size = 1", "microbatch_size = 6")
-    text = text.format(policy="1f1b", batch=36, tied="false", key_heads=2, extra="", vision="", projector="", llm="")
     balance = f'[balance]\npolicy = "entrain"\ndeferral = true{split}'
-    given = parse_recipe("\n".join([text, table("vision", "0-1"), table("llm", "2-3", fsdp=2), balance]))
+    given = recipe("1f1b", table("vision", "0-1"), table("llm", "2-3", fsdp=2), balance, batch=36, microbatch=6)
     routes = first_routes(given)
     assert routes.pairs
     assert routes.count("vision") == routes.count("llm") * (2 if split else 1)

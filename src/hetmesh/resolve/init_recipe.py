@@ -203,6 +203,10 @@ def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Reso
         leave = "--data.on_bad_sample skip leaves out, and counts, what cannot be read"
         raise RecipeError(f"{error}; {leave}") from error
     metas = drawn.metas
+    if len(drawn.unreadable) == len(metas):
+        raise RecipeError(
+            f"none of {len(metas)} samples of the data that were looked at can be read: {drawn.unreadable[0]}"
+        )
     if not metas.num_targets.any():
         raise RecipeError(
             f"none of {len(metas)} samples of the data that were looked at has a target: nothing in them is the "
