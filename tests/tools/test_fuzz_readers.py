@@ -323,8 +323,8 @@ def test_inputs_are_drawn_by_seed_and_number(load, tmp_path):
 
 def test_relative_folders_are_those_of_the_current_directory(tmp_path, monkeypatch):
     """What one was found to be elsewhere once stayed, and data were refused as outside of their folder."""
-    for place, folder in (("a", "data"), ("b", "data/images")):
-        (tmp_path / place / "data" / "images").mkdir(parents=True)
+    for place, folder in (("a", "data"), ("b", "data/images"), ("b", "data")):
+        (tmp_path / place / "data" / "images").mkdir(parents=True, exist_ok=True)
         (tmp_path / place / "data" / "images" / "0.png").write_text("")
         monkeypatch.chdir(tmp_path / place)
         name = "images/0.png" if folder == "data" else "0.png"
