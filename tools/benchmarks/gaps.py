@@ -5,8 +5,8 @@ what a hand-over takes. A collective ends a gap after the later rank has begun; 
 with and without lending are taken in turns, of one schedule. Of the time in gaps a step can gain at most what it has in
 encoder work but for the first forward and the last backward, beside which there is nothing of the LLM.
 
-What it does not show: gloo, whose collectives are emulated. `lent_share` is near 1 unless the side returns too early, as
-a gap is lent to its end. Predictions take seconds and overhead from steps without lending of the same run.
+What it does not show: gloo, whose collectives are emulated. `lent_share` is near 1 unless the side returns too early,
+as a gap is lent to its end. Predictions take seconds and overhead from steps without lending of the same run.
 """
 
 from __future__ import annotations
