@@ -1,5 +1,8 @@
 """Batches are on the device one microbatch ahead, copied from pinned memory without a wait; and the clock of a step."""
 
+import itertools
+import time
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,3 +92,12 @@ def test_actions_are_timed_by_events_that_are_read_behind_the_step():
     assert cpu.races.host_waits == waits + 1
     assert [action for action, _, _ in recording] == [first, second]
     assert recording[0][2] - recording[0][1] == pytest.approx(1e-3)  # one operation is a millisecond of this clock
+
+
+def test_clocks_agree_when_an_event_was_wherever_the_host_was_interrupted(monkeypatch):
+    """E1: or a layer began before the action that it belongs to, once a process lost its core at the wrong place."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # it loses its core at every look
+    clocks = ActionClock(Accelerator()), ActionClock(Accelerator())
+    event = clocks[0].now()
+    assert {clock.seconds(event) for clock in clocks} == {event.at}

@@ -101,6 +101,13 @@ class Accelerator:
         """An event, not yet recorded. `timing`: whether `elapsed_time` will be asked."""
         return _Now()
 
+    def zero(self) -> tuple[Event, float]:
+        """An event, recorded now with nothing queued before it, and `time.perf_counter` then."""
+        event = self.event(timing=True)
+        self.synchronize()
+        event.record()
+        return event, event.at if isinstance(event, _Now) else time.perf_counter()
+
     def used_by(self, tensor: Tensor, stream: Any) -> None:
         """`stream`, another one than that in which `tensor` was made, reads it: its memory is not taken for anything
         else before what is queued there now is done."""

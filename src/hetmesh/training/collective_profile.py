@@ -27,7 +27,6 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
-from hetmesh.runtime.runtime import ActionClock
 from hetmesh.schedule import Kind
 from hetmesh.simulate import rank_work
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
@@ -109,7 +108,7 @@ class _Marks:
     """Notes when layers begin, forward and backward; `layers` has a module and a layer of each kind."""
 
     def __init__(self, job: Job) -> None:
-        self.runtime, self.clock = job.runtime, ActionClock(job.world.accelerator)
+        self.runtime = job.runtime
         self.layers: dict[str, tuple[str, LayerShape]] = {}
         self.made: list[tuple[str, Any]] = []
         for name, parallel in job.parallel.items():
@@ -129,7 +128,7 @@ class _Marks:
         self.made, self.runtime.recording, self.runtime.collectives = [], [], []
 
     def _mark(self, kind: str) -> Callable[..., None]:
-        return lambda *_: self.made.append((kind, self.clock.now()))
+        return lambda *_: self.made.append((kind, self.runtime.clock.now()))
 
     def _mark_backward(self, kind: str) -> Callable[..., None]:
         def hook(_: object, __: object, output: Any) -> None:
@@ -142,7 +141,7 @@ class _Marks:
     def seconds(self) -> dict[tuple[str, str, int], float]:
         """Per kind of layer, part and microbatch of the step, the seconds of the collectives in one layer."""
         recorded, self.runtime.recording = self.runtime.recording or [], None
-        marks = [(self.clock.seconds(event), kind) for kind, event in self.made]
+        marks = [(self.runtime.clock.seconds(event), kind) for kind, event in self.made]
         found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         for action, start, stop in recorded:
             if action.kind in _PARTS:
