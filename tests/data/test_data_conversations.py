@@ -229,7 +229,7 @@ def test_images_equal_those_of_transformers(root, tmp_path, name, config):
     from transformers import AutoImageProcessor
 
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(config))
-    processor = ImageProcessor(tmp_path, "key", pad_to_square=False)
+    processor = ImageProcessor(tmp_path, "key")
     picture = Image.open(root / name)
     given = processor(picture)
     own = AutoImageProcessor.from_pretrained(tmp_path)
@@ -259,10 +259,11 @@ def test_files_that_no_8_bit_image_can_come_of(root, tmp_path):
             read(0)
 
 
-def test_padding_to_a_square_shows_the_whole_image(root, tmp_path):
+def test_padding_to_a_square_as_the_directory_says_shows_the_whole_image(tmp_path):
     half = {"size": 8, "crop_size": 8, "resample": 0, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**CLIP, **half}))
-    processor = ImageProcessor(tmp_path, "key", pad_to_square=True)
+    squares = {"image_processor_type": "LlavaImageProcessor", "do_pad": True}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**CLIP, **half, **squares}))
+    processor = ImageProcessor(tmp_path, "key")
     white = Image.new("RGB", (16, 8), "white")
     result = processor(white)
     assert result.shape == processor.extent(16, 8) == processor.fixed_shape == (3, 8, 8)

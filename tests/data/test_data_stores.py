@@ -217,7 +217,7 @@ def test_an_index_knows_everything_without_a_file_and_is_stale_when_they_change(
         make(root, tmp_path / "s-*.tar", any_size)
     os.utime(paths[0], ns=(state.st_atime_ns, state.st_mtime_ns))
     with pytest.raises(RecipeError, match="is stale: the options of"):
-        make(root, tmp_path / "s-*.tar", any_size, pad_to_square=True)
+        make(root, tmp_path / "s-*.tar", any_size, prompt="What?")
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(RecipeError, match="is damaged"):
         make(root, tmp_path / "s-*.tar", any_size)

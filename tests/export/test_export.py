@@ -481,5 +481,3 @@ def test_files_that_the_run_did_not_go_by_are_told(tmp_path):
     here, other = f"tokenizer = '{tmp_path}/.'", "tokenizer = '/other', image_processor = '/more'"
     assert told(here) == told(other, whole=False) == []
     assert [line.partition(" = ")[0].rpartition(".")[2] for line in told(other)] == ["tokenizer", "image_processor"]
-    (line,) = told(f"{here}, pad_to_square = true")
-    assert "the run's images were padded to squares" in line

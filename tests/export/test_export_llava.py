@@ -161,7 +161,7 @@ def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys, modul
     from transformers import AutoProcessor
 
     root = save_llava_parts(tmp_path / "files")
-    keys = ("--job.dump_folder", str(tmp_path / "run"), "--data.options.pad_to_square", "false")
+    keys = ("--job.dump_folder", str(tmp_path / "run"))
     pool(2).run(save_now, filled(root, *keys, modules=modules), 1, timeout=120)
     run = saved_run(tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0

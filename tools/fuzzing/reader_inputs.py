@@ -286,7 +286,6 @@ def options(folder: Path, rng: random.Random, data: str) -> dict[str, Any]:
         "audio_processor": str(folder / "audio"),
         "placeholders": {"image": "<|image_pad|>", "audio": "<audio>"},
         "chat_template": rng.choice((None, TEMPLATE)),
-        "pad_to_square": rng.random() < 0.2,
     }
 
 

@@ -80,7 +80,6 @@ class ConversationsSource:
         media_folder: where relative file names start; the folder of `path` if absent. No file elsewhere is read; a list
             names further folders in which files may lie.
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
-        pad_to_square: put images on a square of the mean colour before they are resized, as LLaVA does.
         validation_path: the same of held-out conversations, those of the split `"validation"`.
         index: use the index beside the data (`hetmesh index`), if there is one.
         columns, prompt, values: how records are read (`Columns`), and their numbers for a custom loss (`further_of`).
@@ -98,7 +97,6 @@ class ConversationsSource:
         placeholders: Mapping[str, str] | None = None,
         media_folder: str | Sequence[str] | None = None,
         chat_template: str | None = None,
-        pad_to_square: bool = False,
         validation_path: str | None = None,
         split: str = "train",
         index: bool = True,
@@ -135,9 +133,8 @@ class ConversationsSource:
             self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         self.placeholders: Mapping[str, int] = (self.preparation or self._chat).placeholders
-        self._reader = MediaReader(image_processor, audio_processor, pad_to_square=pad_to_square)
+        self._reader = MediaReader(image_processor, audio_processor)
         options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template}
-        options["pad_to_square"] = pad_to_square
         if processor is not None:
             options = {"processor_options": processor_options or {}, "chat_template": chat_template}
             options["transformers"] = version("transformers")

@@ -1,6 +1,6 @@
 """Opened images, turned as their EXIF data say, and what a directory's image processor makes of one by itself.
 
-Bounds stand in front of processors, which have none: on the pixels of a file, and on what one becomes.
+A bound on the pixels of a file stands in front of processors, which have none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ORIENTATION, SIDEWAYS = 0x0112, (5, 6, 7, 8)
 MAX_PIXELS = 89_478_485
-"""Of a file, and of what an image becomes: Pillow's own bound."""
+"""Of a file: Pillow's own bound."""
 SIZES = ((64, 96), (230, 150), (1000, 1000))
 """Widths and heights of which a processor that makes one shape of all makes one."""
 
@@ -32,16 +32,15 @@ class ImageProcessor:
     Args:
         folder: the directory.
         key: of the recipe, for errors.
-        pad_to_square: put images on a square of the mean colour first, as LLaVA does.
 
     Raises:
         RecipeError: there is none, or it does not make one tensor of an image.
     """
 
-    def __init__(self, folder: Path, key: str, pad_to_square: bool) -> None:
+    def __init__(self, folder: Path, key: str) -> None:
         from transformers import AutoImageProcessor
 
-        self.key, self.pad_to_square = f"{key} = '{folder}'", pad_to_square
+        self.key = f"{key} = '{folder}'"
         try:
             self.own: Any = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             self.extent = lru_cache(maxsize=4096)(self._extent)
@@ -70,8 +69,6 @@ class ImageProcessor:
         return self._values(image)
 
     def _values(self, image: Image) -> Tensor:
-        if self.pad_to_square and image.width != image.height:
-            image = self._on_square(image)
         out = self.own(images=[image], return_tensors="pt")
         values = out.get("pixel_values")
         if set(out) != {"pixel_values"} or not isinstance(values, Tensor) or values.ndim != 4 or len(values) != 1:
@@ -80,16 +77,6 @@ class ImageProcessor:
                 "whole directory as [data.options] processor"
             )
         return values[0].to(torch.float32)
-
-    def _on_square(self, image: Image) -> Image:
-        from PIL import Image as pillow
-
-        side = max(image.size)
-        if side * side > MAX_PIXELS:
-            raise ValueError(f"on a square it would have {side} x {side} pixels; at most {MAX_PIXELS} are made")
-        square = pillow.new("RGB", (side, side), tuple(int(255 * mean) for mean in self.own.image_mean))
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
 
 
 def open_image(file: BinaryIO | Path) -> Image:

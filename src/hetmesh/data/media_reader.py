@@ -103,11 +103,11 @@ class MediaReader:
     """Reads media items with the processors of two Hugging Face directories, whose errors it turns into errors about
     samples; without one, images or sound are refused."""
 
-    def __init__(self, image_processor: str | None, audio_processor: str | None, *, pad_to_square: bool) -> None:
+    def __init__(self, image_processor: str | None, audio_processor: str | None) -> None:
         self._images: ImageProcessor | None = None
         if image_processor is not None:
             folder = Path(image_processor).expanduser()
-            self._images = ImageProcessor(folder, f"{KEY} image_processor", pad_to_square)
+            self._images = ImageProcessor(folder, f"{KEY} image_processor")
         recordings = None if audio_processor is None else Path(audio_processor).expanduser()
         self._recordings = RecordingProcessor(recordings, f"{KEY} audio_processor")
 

@@ -64,8 +64,6 @@ def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator
                 yield f"the run's samples were made with data.options.{key} = {path!r}: take that, not what was copied"
         if given := options.get("processor_options"):
             yield f"the run's processor had data.options.processor_options = {given}; what was copied does not say so"
-        if options.get("pad_to_square"):
-            yield "the run's images were padded to squares (data.options.pad_to_square); what was copied may not do it"
 
 
 def _has_own_form(recipe: Recipe, source: Path) -> bool:

@@ -99,8 +99,6 @@ def write_processor(recipe: Recipe, config: Any, place: Path) -> Iterator[str]:
         processor.save_pretrained(place)
     whose = "the run's tokenizer and image processor" if named else f"{llm} and {tower}; the recipe's data name none"
     yield f"with a LlavaProcessor of {whose}"
-    if options.get("pad_to_square"):
-        yield "the run's images were padded to squares (data.options.pad_to_square); this processor does not do it"
 
 
 _JOINED = (
