@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hetmesh._torch_compat import StridedShard, fake_process_group
-from hetmesh.errors import LayoutError, RecipeError
+from hetmesh.errors import RecipeError
 from hetmesh.layout import Layout, MeshSpec
 from hetmesh.models import check_weights, load_weights
 from hetmesh.models.adapter import AdapterRequest
@@ -27,7 +27,6 @@ from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.whole_model import whole_model
 from hetmesh.models.weights.build import build_empty
-from hetmesh.models.weights.fill_module import fused_splits
 from hetmesh.models.weights.model_forms import Taken, converted
 from hetmesh.models.weights.pretrained import Pretrained
 from support import tiny_vlms
@@ -198,8 +197,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, placements: Any) -> None:
         for name, full in list(part._parameters.items()):
             if full is not None and full.dim() >= 3:
                 own = tuple(placements(name, full))
-                spec = fused_splits(own, tuple(full.shape), tuple(mesh.shape))
-                local = Layout(MeshSpec.of(mesh), spec).local_shape(tuple(full.shape), torch.distributed.get_rank())
+                local = Layout(MeshSpec.of(mesh), own).local_shape(tuple(full.shape), torch.distributed.get_rank())
                 shards = DTensor.from_local(
                     torch.empty(local, device="meta"),
                     mesh,
@@ -213,9 +211,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, placements: Any) -> None:
 
 def columns(name: str, full: torch.Tensor) -> Any:
     """Along which dim tensor parallelism splits the inner features."""
-    if name == "down_proj":
-        return Shard(2)
-    return Shard(2) if full.dim() == 4 else StridedShard(1, split_factor=2)
+    return Shard(2 if name == "down_proj" or full.dim() == 4 else 1)
 
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], Any]] = {
@@ -241,11 +237,6 @@ def expected_local(value: torch.Tensor, mesh: DeviceMesh, placements: Any) -> to
         if isinstance(placements[i], Replicate):
             continue
         dim, ranks = placements[i].dim, mesh.size(i)
-        alone = [getattr(p, "dim", None) for p in placements].count(dim) == 1
-        if type(placements[i]) is StridedShard and alone:
-            halves = [half.chunk(ranks, dim)[coordinate[i]] for half in value.chunk(placements[i].split_factor, dim)]
-            value = torch.cat(halves, dim)
-            continue
         chunks = value.chunk(ranks, dim)
         value = chunks[coordinate[i]] if coordinate[i] < len(chunks) else value.narrow(dim, 0, 0)
     return value
@@ -299,11 +290,6 @@ def test_files_of_other_experts_need_not_be_there(cases, tmp_path):
         load_weights(case.adapter, module, pretrained)
         weight = module.model.layers[0].mlp.experts.down_proj
         assert torch.equal(weight.to_local().detach(), case.value(f"model.layers.0.mlp.{DOWN}")[:3])
-
-
-def test_columns_that_do_not_divide_are_refused():
-    with pytest.raises(LayoutError, match=r"on a dim of 16: 3 ranks cannot have equal shares of 2 tensors"):
-        fused_splits((StridedShard(1, split_factor=2),), (6, 16, 24), (3,))
 
 
 # --- Errors. ---

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hetmesh._torch_compat import StridedShard
-from hetmesh.errors import LayoutError
 from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
-from hetmesh.layout.placements import Placement, RowSplit, sharded_dim
 from hetmesh.models.weights.initial import Initial
 from hetmesh.models.weights.lora import base_name
 from hetmesh.models.weights.stored_form import with_offsets
@@ -87,29 +84,8 @@ def local_share(tensor: Tensor) -> tuple[Tensor, tuple[Intervals, ...]]:
     """This rank's part of a tensor, and per dim the ordered global intervals that it holds."""
     if not isinstance(tensor, DTensor):
         return tensor, tuple(((0, size),) for size in tensor.shape)
-    shape, mesh = tuple(tensor.shape), MeshSpec.of(tensor.device_mesh)
-    placements = fused_splits(tuple(tensor.placements), shape, mesh.sizes)
-    return tensor.to_local(), Layout(mesh, placements).intervals(shape, dist.get_rank())
-
-
-def fused_splits(
-    placements: tuple[Placement, ...], shape: Sequence[int], sizes: Sequence[int]
-) -> tuple[Placement, ...]:
-    """`placements` with explicit rows in place of strided shards along an axis that alone splits their dim: each rank
-    has its share of each of `split_factor` joined tensors (gate and up of experts, split by columns)."""
-    found = list(placements)
-    for axis, placement in enumerate(placements):
-        alone = [sharded_dim(other) for other in placements].count(sharded_dim(placement)) == 1
-        if isinstance(placement, StridedShard) and alone and placement.split_factor > 1:
-            size, parts, ranks = shape[placement.dim], int(placement.split_factor), sizes[axis]
-            if size % (parts * ranks):
-                raise LayoutError(
-                    f"{placement} on a dim of {size}: {ranks} ranks cannot have equal shares of {parts} tensors"
-                )
-            part, step = size // parts, size // (parts * ranks)
-            starts = [[base + i * step for base in range(0, size, part)] for i in range(ranks)]
-            found[axis] = RowSplit(placement.dim, tuple(tuple((at, at + step) for at in rank) for rank in starts))
-    return tuple(found)
+    layout = Layout(MeshSpec.of(tensor.device_mesh), tensor.placements)
+    return tensor.to_local(), layout.intervals(tuple(tensor.shape), dist.get_rank())
 
 
 def copy_part(local: Tensor, regions: Sequence[Intervals], source: Any, rows: int | None = None) -> None:
