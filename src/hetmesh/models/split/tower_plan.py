@@ -90,7 +90,7 @@ def token_gathered(
 ) -> tuple[str, ...]:
     """Patterns of the parts of blocks that read all tokens under sequence parallelism, although `plan` leaves them
     whole. Raises ValueError where what lies between these and the split parts mixes tokens: with random weights it is
-    tried on all of some tokens and on halves of them.
+    tried on all of some tokens and on halves of them. Changes `tower`, whose blocks then hand on more than they did.
     """
     holder: Any = tower.get_submodule(block)
     found = {name: plan[p] for name, _ in holder.named_modules() for p in plan if matches(f"{block}.{name}", p)}
@@ -98,20 +98,18 @@ def token_gathered(
     linears = [name for name, part in holder.named_modules() if isinstance(part, nn.Linear) and name not in found]
     whole = {name.partition(".")[0] for name in linears}
     calls: list[Any] = []
-    stubs = {name: _Stub() for name in (*split, *whole)}
-    handles = [holder.get_submodule(name).register_forward_hook(stub.note) for name, stub in stubs.items()]
-    handles.append(holder.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True))
+    tuples: dict[type, bool] = {}
+    for name in (*split, *whole):
+        hand_on(holder.get_submodule(name), tuples)
+    handle = holder.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:
         if not works(tower) or not calls:
             raise ValueError("its blocks cannot be tried")
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
     args, kwargs = calls[0]
     args, kwargs = _with_random_input(args, kwargs, hidden_of(args, kwargs).shape[-1])
     every = hidden_of(args, kwargs)
-    owners = {name: holder.get_submodule(name.rpartition(".")[0]) for name in stubs}
-    before = [(owner, dict(owner._modules)) for owner in owners.values()]
 
     def run(tokens: Tensor) -> Tensor:
         given, more = with_hidden(args, kwargs, tokens)
@@ -119,30 +117,13 @@ def token_gathered(
         return (output if isinstance(output, Tensor) else output[0]).flatten(0, -2)
 
     try:
-        for name, stub in stubs.items():
-            owners[name]._modules[name.rpartition(".")[2]] = stub
         with _random_weights(holder), torch.no_grad():
             at_once, joined = run(every), torch.cat([run(half[None]) for half in every.flatten(0, -2).chunk(2)])
     except Exception as error:  # whatever it makes of other shapes
         raise ValueError(f"its blocks do not take shares of the tokens ({type(error).__name__})") from error
-    finally:
-        for owner, modules in before:
-            owner._modules.update(modules)
     if at_once.shape != joined.shape or not torch.allclose(at_once, joined, rtol=1e-3, atol=1e-4):
         raise ValueError("its blocks mix tokens outside of their attention")
     return tuple(f"{layer_pattern(block)}.{name}" for name in sorted(whole))
-
-
-class _Stub(nn.Module):
-    """Stands for a part that reads all tokens: returns what it gets, in a tuple if the part does."""
-
-    tuples = False
-
-    def note(self, _: nn.Module, __: Any, output: Any) -> None:
-        self.tuples = isinstance(output, tuple)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_of(args, kwargs), None) if self.tuples else hidden_of(args, kwargs)
 
 
 def layer_pattern(fqn: str) -> str:
