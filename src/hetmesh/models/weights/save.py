@@ -54,13 +54,16 @@ def write_tensors(
     """Write `tensors` into `folder`: one file, or several with their index. Each is read back and compared bit by bit.
     `read`: returns the values of tensors by name; called for the tensors of one file at a time. Raises OutputError: a
     file cannot be written, or differs from what was written."""
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    groups = _groups(tensors, largest)
-    width = len(groups)
-    several = [f"{name}-{i + 1:05}-of-{width:05}.safetensors" for i in range(width)]
-    files = several if width > 1 else [f"{name}.safetensors"]
-    for file, names in zip(files, groups, strict=True):
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.bytes,
+        filename_pattern=f"{name}{{suffix}}.safetensors",
+        max_shard_size=largest,
+    )
+    for file, names in split.filename_to_tensors.items():
         values = {tensor: value.contiguous() for tensor, value in read(names).items()}
         for tensor in names:
             found = Stored(tuple(values[tensor].shape), values[tensor].dtype)
@@ -74,25 +77,10 @@ def write_tensors(
             with open(folder / file, "rb") as stream:
                 os.fsync(stream.fileno())
         _compare(folder / file, values)
-    total = sum(tensor.bytes for tensor in tensors.values())
-    if width > 1:
-        places = {tensor: file for file, names in zip(files, groups, strict=True) for tensor in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(folder / f"{name}.safetensors.index.json", index, indent=2)
-    return Written(len(tensors), total, tuple(files))
-
-
-def _groups(tensors: Mapping[str, Stored], largest: int) -> list[list[str]]:
-    """Names of the tensors of each file, in order, filled up to `largest` bytes."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and filled + tensor.bytes > largest:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += tensor.bytes
-    return groups
+    return Written(len(tensors), split.metadata["total_size"], tuple(split.filename_to_tensors))
 
 
 def _compare(file: Path, values: Mapping[str, Tensor]) -> None:
