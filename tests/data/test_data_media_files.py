@@ -14,6 +14,7 @@ import pytest
 from hetmesh.data import media_files
 from hetmesh.data.media_files import read_frames, read_recording, recording_header, video_header
 from hetmesh.data.media_reader import RecordingProcessor
+from hetmesh.data.stores.store import FileSpan
 from hetmesh.errors import RecipeError
 from support.media_files import RATE, write_sound, write_video
 
@@ -306,9 +307,9 @@ def test_features_of_any_recording_are_as_many_as_planned(tmp_path, form):
     tone = 0.3 * np.sin(np.arange(30001) * 0.05)[None]
     data = write_sound(form, {"flac": "flac", "mp3": "libmp3lame"}[form], tone, 44100)
     processor = RecordingProcessor(tmp_path, "key")
-    features = processor(f"a.{form}", io.BytesIO(data))
-    assert tuple(features.shape) == processor.shape(f"a.{form}", io.BytesIO(data)) == (6, 16)
+    features = processor(io.BytesIO(data))
+    assert tuple(features.shape) == processor.shape(FileSpan(tmp_path)) == (6, 16)
     assert features.std() > 0
     long = write_sound(form, {"flac": "flac", "mp3": "libmp3lame"}[form], np.tile(tone, 2), 44100)
     with pytest.raises(ValueError, match=r"it lasts 1\.\d s, more than the 1 s of the extractor"):
-        processor(f"a.{form}", io.BytesIO(long))
+        processor(io.BytesIO(long))

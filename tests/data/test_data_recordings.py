@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
@@ -14,4 +13,4 @@ from hetmesh.errors import RecipeError
 def test_other_extractors_are_refused(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "Other"}))
     with pytest.raises(RecipeError, match=r"its feature extractor is 'Other', not WhisperFeatureExtractor"):
-        RecordingProcessor(tmp_path, "key").shape("x.wav", io.BytesIO())
+        RecordingProcessor(tmp_path, "key")

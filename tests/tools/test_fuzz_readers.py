@@ -118,8 +118,6 @@ def test_a_header_that_claims_more_than_the_file_is_refused(load, shape, tmp_pat
     header = load("fuzzing.mutations").npy_header(shape, "<f4")
     with pytest.raises(ValueError, match="its header says"):
         npy_shape(io.BytesIO(header), len(header))
-    with pytest.raises(ValueError, match="its header says"):
-        RecordingProcessor(None, "key")("a.npy", io.BytesIO(header))
     for how in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         with zipfile.ZipFile(tmp_path / "index.npz", "w", how) as file:
             file.writestr("tokens.npy", header)
@@ -141,7 +139,7 @@ def test_extractors_without_bounds_are_refused(key, tmp_path):
     for value in (10**12, -1, 0, "x", float("inf")):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: value}))
         with pytest.raises(RecipeError, match="must be positive whole numbers"):
-            _ = RecordingProcessor(tmp_path, "key")._extractor
+            RecordingProcessor(tmp_path, "key")
 
 
 @pytest.mark.parametrize("stored", [{"a": ["x"]}, {"a": 3, "b": "x"}, [], "x", None])

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hetmesh.cli import main as hetmesh
 from hetmesh.data import make_source
 from hetmesh.data.recipe_sources import SOURCES
@@ -45,10 +43,6 @@ def _prepare(root: Path) -> None:
     (root / "empty.png").write_bytes(b"")
     (root / "text.png").write_text("no picture")
     Image.new("L", (1, 1)).save(root / "grey.png")
-    np.save(root / "good.npy", np.zeros((3, 6), np.float32))
-    np.save(root / "wrong.npy", np.zeros((2,), np.int64))
-    (root / "cut.npy").write_bytes((root / "good.npy").read_bytes()[:40])
-    np.save(root / "objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with wave.open(str(root / "good.wav"), "wb") as file:
         file.setparams((1, 2, 1600, 0, "NONE", ""))
         file.writeframes(b"\0\0" * 100)
@@ -56,8 +50,8 @@ def _prepare(root: Path) -> None:
 
 
 MEDIA = (
-    *("good.png", "cut.png", "empty.png", "text.png", "grey.png", "none.png", "good.npy", "wrong.npy", "cut.npy"),
-    *("objects.npy", "good.wav", "cut.wav", ".", "tokenizer", "", "\0", "../data/good.png", "x" * 300),
+    *("good.png", "cut.png", "empty.png", "text.png", "grey.png", "none.png"),
+    *("good.wav", "cut.wav", ".", "tokenizer", "", "\0", "../data/good.png", "x" * 300),
 )
 
 

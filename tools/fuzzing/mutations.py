@@ -251,16 +251,6 @@ def npy_header(shape: tuple[int, ...], dtype: str) -> bytes:
     return buffer.getvalue()
 
 
-def in_npy(rng: random.Random, data: bytes, place: Place) -> Change:
-    """Of an npy file: a header that says something else."""
-    if rng.random() < 0.4:
-        return in_bytes(rng, data, place)
-    sides = rng.choice((-1, 0, 1, 10**6, 10**12, 2**63 - 1))
-    shape = rng.choice(((sides, 6), (3, sides), (sides,), (), (1,) * 40, (3, 6)))
-    dtype = rng.choice(("<f4", "<f4", "|O", "<U9", "<c8", "|V7", "<m8[s]"))
-    return f"a header of {shape} {dtype}", npy_header(shape, dtype) + data[-72:]
-
-
 def in_safetensors(rng: random.Random, data: bytes, place: Place) -> Change:
     """Of safetensors: another header, or another length of it."""
     if rng.random() < 0.3 or len(data) < 9:
@@ -379,7 +369,6 @@ BY_SUFFIX: Mapping[str, tuple[Mutate, ...]] = {
     ".toml": (in_toml, in_toml, in_bytes),
     ".png": (in_image,),
     ".npz": (in_arrays,),
-    ".npy": (in_npy,),
     ".safetensors": (in_safetensors,),
     ".metadata": (in_pickle, in_bytes),
     ".arguments": (in_name,),

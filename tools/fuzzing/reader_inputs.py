@@ -78,7 +78,7 @@ def make_bases(root: Path) -> None:
     for file in (*(project / "data").iterdir(), *(project / "model").iterdir()):
         shutil.copy(file, outside / file.name)
     shutil.copy(project / "data" / "a.png", outside / "secret.png")
-    for suffix in (".txt", ".json", ".jsonl", ".toml", ".npz", ".npy", ".safetensors"):
+    for suffix in (".txt", ".json", ".jsonl", ".toml", ".npz", ".safetensors"):
         (outside / f"secret{suffix}").write_text("{}")
 
 
@@ -126,7 +126,6 @@ def _project(folder: Path) -> None:
     draw = np.random.default_rng(0)
     for name, form in (("a.png", "PNG"), ("b.jpg", "JPEG"), ("c.webp", "WEBP"), ("d.gif", "GIF"), ("e.tiff", "TIFF")):
         Image.fromarray(draw.integers(0, 256, (9, 14, 3), dtype=np.uint8)).save(data / name, form)
-    np.save(data / "f.npy", np.zeros((3, 6), np.float32))
     with wave.open(str(data / "g.wav"), "wb") as file:
         file.setparams((1, 2, 1600, 0, "NONE", ""))
         file.writeframes(draw.integers(0, 256, 400, dtype=np.uint8).tobytes())
@@ -301,17 +300,9 @@ def _shard(folder: Path, rng: random.Random) -> None:
 
 
 def _sound(folder: Path, rng: random.Random) -> None:
-    names = ("f.npy", "g.wav")
-    sounds = [
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "audio", "audio": name}]},
-                {"role": "assistant", "content": "a"},
-            ]
-        }
-        for name in names
-    ]
-    (folder / "data" / "sounds.jsonl").write_text("\n".join(map(json.dumps, sounds)))
+    question = {"role": "user", "content": [{"type": "audio", "audio": "g.wav"}]}
+    sound = {"messages": [question, {"role": "assistant", "content": "a"}]}
+    (folder / "data" / "sounds.jsonl").write_text(json.dumps(sound))
     given = options(folder, rng, "sounds.jsonl") | {"chat_template": AUDIO}
     read_source(make_source("conversations", **given))
 
@@ -371,7 +362,7 @@ KINDS: Mapping[str, Kind] = {
     "conversations": Kind("project", ("data/talks.jsonl", "data/list.json"), _talk, 16, True),
     "shards": Kind("project", ("data/shard.tar",), _shard, 6),
     "images": Kind("project", ("data/[a-e].*",), _talk, 12, True, links=True),
-    "recordings": Kind("project", ("data/f.npy", "data/g.wav"), _sound, 6),
+    "recordings": Kind("project", ("data/g.wav",), _sound, 6),
     "index": Kind("project", ("data/*.npz",), _index, 8, prepare=make_index),
     "mixture": Kind("project", ("mixture.toml", "data/list.json"), _mixture, 5),
     "processors": Kind("project", ("model/*token*", "model/chat*", "*/preprocessor_config.json"), _talk, 10, True),

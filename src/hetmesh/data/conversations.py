@@ -75,7 +75,7 @@ class ConversationsSource:
         tokenizer: a Hugging Face directory with a fast tokenizer.
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
-        audio_processor: the same for recordings (WhisperFeatureExtractor); `.npy` files hold features.
+        audio_processor: the same for recordings (WhisperFeatureExtractor).
         placeholders: kind of media -> a token of the vocabulary that texts do not use.
         media_folder: where relative file names start; the folder of `path` if absent. No file elsewhere is read; a list
             names further folders in which files may lie.

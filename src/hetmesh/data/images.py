@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from torch import Tensor
 
+from hetmesh.data.stores.store import Blob
 from hetmesh.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -62,11 +63,18 @@ class ImageProcessor:
 
         return tuple(self._values(pillow.new("RGB", (width, height))).shape)
 
-    def __call__(self, image: Image) -> Tensor:
-        """An opened image as float32 `[channels, height, width]`. Raises OSError, ValueError: it cannot be read, or has
-        more than 8 bits per channel or transparent pixels that the processor does not convert."""
-        image = upright(image, bool(getattr(self.own, "do_convert_rgb", False)))
-        return self._values(image)
+    def shape(self, blob: Blob) -> tuple[int, ...]:
+        """The shape that an image gets, by its header at most. Raises OSError, ValueError: it cannot be read."""
+        if self.fixed_shape is not None:
+            return self.fixed_shape
+        with blob.open() as file, open_image(file) as image:
+            return self.extent(*upright_size(image))
+
+    def __call__(self, file: BinaryIO | Path) -> Tensor:
+        """An image as float32 `[channels, height, width]`. Raises OSError, ValueError: it cannot be read, or has more
+        than 8 bits per channel or transparent pixels that the processor does not convert."""
+        with open_image(file) as image:
+            return self._values(upright(image, bool(getattr(self.own, "do_convert_rgb", False))))
 
     def _values(self, image: Image) -> Tensor:
         out = self.own(images=[image], return_tensors="pt")

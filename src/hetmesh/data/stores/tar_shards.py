@@ -21,7 +21,7 @@ TEXTS = ("json", "txt")
 """Members of a tar shard that make a record, by extension."""
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
-SOUNDS = ("wav", "npy", "mp3", "flac", "ogg", "opus", "m4a", "aac")
+SOUNDS = ("wav", "mp3", "flac", "ogg", "opus", "m4a", "aac")
 FORMATS = {"image": IMAGES, "video": ("mp4", "avi", "mov", "mkv", "webm"), "audio": SOUNDS}
 """Kind of media -> extensions of its files."""
 
