@@ -8,7 +8,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -101,13 +101,12 @@ def from_toml(text: str) -> dict[str, Any]:
         raise ValueError("it is nested too deep") from error
 
 
-def from_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What a JSON text says. `pairs`: makes the value of an object of its keys and values; None: a dict, the last of
-    equal keys counts. Raises ValueError: it is none, is nested too deep, or holds half of a surrogate pair, which is no
-    character."""
+def from_json(data: str | bytes) -> Any:
+    """What a JSON text says; of equal keys the last counts. Raises ValueError: it is none, is nested too deep, or holds
+    half of a surrogate pair, which is no character."""
     text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     if text.count("[") + text.count("{") > MAX_LEVELS:  # else it cannot be

@@ -28,12 +28,14 @@ def test_a_file_of_lengths(tmp_path):
         ("{}", r"line 2: got \{\}; valid"),
         ('{"llm": -1}', "line 2, key 'llm': got -1; valid are whole numbers of tokens from 0 to 16777216"),
         ('{"llm": 1.5}', "key 'llm': got 1.5; valid"),
-        ('{"llm": true}', "key 'llm': got true; valid"),
-        ('{"llm": "7"}', "key 'llm': got \"7\"; valid"),
+        ('{"llm": true}', "key 'llm': got True; valid"),
+        ('{"llm": "7"}', "key 'llm': got '7'; valid"),
         ('{"llm": 16777217}', "key 'llm': got 16777217; valid"),
-        ('{"llm": 1, "llm": 2}', "line 2, key 'llm': given twice"),
-        ('{"vison": 1}', "line 2, key 'vison': no such module; did you mean 'vision'[?] valid are vision, llm"),
-        ('{"llm": ' + json.dumps("x" * 500) + "}", r"key 'llm': got \"x+\.\.\.; valid"),
+        (
+            '{"vison": 1}',
+            "line 2, key 'vison': unknown module 'vison'; did you mean 'vision'[?] Valid are: vision, llm",
+        ),
+        ('{"llm": ' + json.dumps("x" * 500) + "}", "key 'llm': got 'x{59}; valid"),
     ],
 )
 def test_a_bad_line_is_named_with_its_key_and_what_is_valid(tmp_path, line, said):
@@ -49,7 +51,7 @@ def test_files_without_samples(tmp_path):
     with pytest.raises(RecipeError, match="no samples"):
         read_lengths(path)
     path.write_bytes(b'{"llm": 1}\n\xff\n')
-    with pytest.raises(RecipeError, match="not UTF-8"):
+    with pytest.raises(RecipeError, match=r"cannot be read: .*utf-8"):
         read_lengths(path)
     for name in (str(tmp_path / "nowhere"), "a\0b", str(tmp_path)):
         with pytest.raises(RecipeError, match="cannot be read"):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hetmesh.errors import RecipeError
-from hetmesh.files import from_json
+from hetmesh.files import from_json, read_file
+from hetmesh.recipe.keys import unknown
 
 MAX_TOKENS = 2**24
 """Of a sample."""
-_MAX_LINE = 1 << 20  # characters: a device may have no end
 _EXAMPLE = '{"vision": 1024, "llm": 700}'
 
 
@@ -47,70 +44,30 @@ class Lengths:
 def read_lengths(path: str | Path, valid: Collection[str] | None = None) -> Lengths:
     """Read a file of lengths: a sample on each line, `{"vision": 1024, "audio": 0, "llm": 700}`, tokens per module, of
     which `valid` has the names (None: any). Raises RecipeError: it cannot be read, has no samples, or another line."""
-    columns: dict[str, list[int]] = {}
-    lines: list[int] = []
-    for number, sample in _samples(path):
-        for name, value in sample.items():
-            if name not in columns:
-                if valid is not None and name not in valid:
-                    close = difflib.get_close_matches(name, valid, n=1)
-                    hint = f"did you mean {close[0]!r}? " if close else ""
-                    raise RecipeError(
-                        f"{path}, line {number}, key {name!r}: no such module; {hint}valid are {', '.join(valid)}"
-                    )
-                columns[name] = [0] * len(lines)
-            if type(value) is not int or not 0 <= value <= MAX_TOKENS:
-                raise RecipeError(
-                    f"{path}, line {number}, key {name!r}: got {_shown(value)}; valid are whole numbers of tokens from "
-                    f"0 to {MAX_TOKENS}"
-                )
-            columns[name].append(value)
-        lines.append(number)
-        for column in columns.values():
-            if len(column) < len(lines):
-                column.append(0)
-    if not lines:
-        raise RecipeError(f"{path}: no samples; each line must be one, as in {_EXAMPLE}")
-    table = np.array([*columns.values()], np.int64).T
-    return Lengths(str(path), tuple(columns), table, np.array(lines, np.int64))
-
-
-def _samples(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number and the object of every line that is not blank."""
-    number = 0
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(iter(lambda: file.readline(_MAX_LINE), ""), 1):
-                if len(line) == _MAX_LINE:
-                    raise RecipeError(f"{path}, line {number}: longer than {_MAX_LINE} characters; give a sample each")
-                if line.strip():
-                    yield number, _object(f"{path}, line {number}", line)
-    except RecipeError:
-        raise
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}, after line {number}: not UTF-8: {error}") from error
-    except (OSError, ValueError) as error:  # a name may hold a null byte
+        lines = read_file(path).decode().splitlines()
+    except (OSError, ValueError) as error:  # no UTF-8, or a name that holds a null byte
         raise RecipeError(f"--lengths {str(path)!r}: cannot be read: {error}") from error
+    samples = {n: _sample(f"{path}, line {n}", line, valid) for n, line in enumerate(lines, 1) if line.strip()}
+    if not samples:
+        raise RecipeError(f"{path}: no samples; each line must be one, as in {_EXAMPLE}")
+    modules = tuple(dict.fromkeys(name for sample in samples.values() for name in sample))
+    tokens = [[sample.get(name, 0) for name in modules] for sample in samples.values()]
+    return Lengths(str(path), modules, np.array(tokens, np.int64), np.array([*samples], np.int64))
 
 
-def _object(where: str, line: str) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-            raise RecipeError(f"{where}, key {twice!r}: given twice")
-        return dict(pairs)
-
+def _sample(where: str, line: str, valid: Collection[str] | None) -> dict[str, int]:
     try:
-        value = from_json(line, once)
-    except RecipeError:
-        raise
+        sample = from_json(line)
     except ValueError as error:
         raise RecipeError(f"{where}: not JSON: {error}; valid is a sample as in {_EXAMPLE}") from error
-    if not isinstance(value, dict) or not value:
-        raise RecipeError(f"{where}: got {_shown(value)}; valid are tokens per module, as in {_EXAMPLE}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if not isinstance(sample, dict) or not sample:
+        raise RecipeError(f"{where}: got {sample!r:.60}; valid are tokens per module, as in {_EXAMPLE}")
+    for name, value in sample.items():
+        if valid is not None and name not in valid:
+            raise RecipeError(f"{where}, key {name!r}: {unknown('module', name, valid)}")
+        if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+            raise RecipeError(
+                f"{where}, key {name!r}: got {value!r:.60}; valid are whole numbers of tokens from 0 to {MAX_TOKENS}"
+            )
+    return sample
