@@ -26,6 +26,8 @@ _ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
 _DAMAGED = (OSError, ValueError, AttributeError, zipfile.BadZipFile, *MALFORMED_FILE)
 """What reading a damaged index raises."""
 _CHUNK_SAMPLES = 4096  # whose metadata are objects at a time, while an index is made
+JOINED, ENDS = ("tokens", "targets", "runs", "names"), ("target_ends", "item_ends", "run_ends", "name_ends")
+"""Attributes of `MetaArrays` by how those of several become those of all."""
 
 
 @runtime_checkable
@@ -126,24 +128,12 @@ def _joined(parts: list[MetaArrays]) -> MetaArrays:
         if part.kinds:
             items[-1][:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]
     starts = itertools.accumulate(map(len, parts), initial=0)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    def ends(name: str) -> np.ndarray:
-        counts = [np.diff(getattr(part, name)) for part in parts]
-        return np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
-
+    together = {name: np.concatenate([getattr(part, name) for part in parts]) for name in JOINED}
+    counts = {name: np.concatenate([np.diff(getattr(part, name)) for part in parts]) for name in ENDS}
     return MetaArrays(
-        tokens=joined("tokens"),
-        targets=joined("targets"),
-        target_ends=ends("target_ends"),
+        **together,
+        **{name: np.cumsum(np.concatenate([[0], each]), dtype=np.int64) for name, each in counts.items()},
         kinds=kinds,
         items=np.concatenate(items),
-        item_ends=ends("item_ends"),
-        runs=joined("runs"),
-        run_ends=ends("run_ends"),
-        names=joined("names"),
-        name_ends=ends("name_ends"),
         unreadable={at + i: why for at, part in zip(starts, parts, strict=False) for i, why in part.unreadable.items()},
     )
