@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetmesh.data import Expander, Expansion, Sample, check_meta, check_sample, expand_tokens
+from hetmesh.data import Expander, Sample, check_meta, check_sample, expand_tokens
 from hetmesh.data.metadata_index import build_index, load_index
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import Activation, MediaItem, MetaArrays, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
+from support.expanding import Expansion, expand
 
 PLACEHOLDERS = {"image": 1, "audio": 2}
 ITEM_ROWS = {"image": lambda shape: shape[-1] * shape[-2] // 4, "audio": lambda shape: shape[0]}
@@ -101,9 +102,9 @@ def check_against_a_walk(meta: SampleMeta, sample: Sample, seq_len: int | None) 
         end -= 1
     if end == 0:
         with pytest.raises(SampleError, match="'s': nothing fits into seq_len"):
-            Expander(ITEM_ROWS, seq_len=seq_len)(meta)
+            expand(Expander(ITEM_ROWS, seq_len=seq_len), meta)
         return
-    result = Expander(ITEM_ROWS, seq_len=seq_len)(meta)
+    result = expand(Expander(ITEM_ROWS, seq_len=seq_len), meta)
     payload = expand_tokens(sample, meta, result.meta, PLACEHOLDERS)
 
     assert payload.tokens.tolist() == [token for token, _ in sequence[:end]]
@@ -148,9 +149,9 @@ def test_placed_items_are_cut_whole_at_every_place():
 @given(samples())
 def test_an_expanded_sample_expands_to_itself(case):
     meta, sample, _ = case
-    once = Expander(ITEM_ROWS)(meta).meta
+    once = expand(Expander(ITEM_ROWS), meta).meta
     payload = expand_tokens(sample, meta, once, PLACEHOLDERS)
-    assert Expander(ITEM_ROWS)(once) == Expansion(once)
+    assert expand(Expander(ITEM_ROWS), once) == Expansion(once)
     assert torch.equal(expand_tokens(payload, once, once, PLACEHOLDERS).tokens, payload.tokens)
 
 
@@ -158,43 +159,43 @@ def test_an_expanded_sample_expands_to_itself(case):
 def test_truncation_is_a_prefix_of_at_most_seq_len_and_cutting_twice_changes_nothing(case, seq_len):
     meta, _, _ = case
     try:
-        cut = Expander(ITEM_ROWS, seq_len=seq_len)(meta).meta
+        cut = expand(Expander(ITEM_ROWS, seq_len=seq_len), meta).meta
     except SampleError:
         return
     assert cut.tokens <= seq_len
     assert cut.num_targets <= meta.num_targets
-    assert Expander(ITEM_ROWS, seq_len=seq_len)(cut).meta == cut
+    assert expand(Expander(ITEM_ROWS, seq_len=seq_len), cut).meta == cut
 
 
 def test_positions_and_targets_move_along():
     meta = SampleMeta("s", 6, (IMAGE, MediaItem("image", (1, 2, 2), 3)), ((2, 3), (4, 6)))
-    assert Expander(ITEM_ROWS)(meta).meta == SampleMeta(
+    assert expand(Expander(ITEM_ROWS), meta).meta == SampleMeta(
         "s", 9, (replace(IMAGE, rows=4), MediaItem("image", (1, 2, 2), 6, 1)), ((5, 6), (7, 9))
     )
 
 
 def test_a_cut_inside_a_media_item_drops_the_whole_item_and_all_that_follows():
     meta = SampleMeta("s", 5, (IMAGE,), ((3, 5),))  # expanded: text, 4 rows, text, 2 targets
-    result = Expander(ITEM_ROWS, seq_len=4)(meta)
+    result = expand(Expander(ITEM_ROWS, seq_len=4), meta)
     assert result == Expansion(SampleMeta("s", 1), dropped_media=(IMAGE,), dropped_tokens=7)
-    assert Expander(ITEM_ROWS, seq_len=5)(meta).meta.media == (replace(IMAGE, rows=4),)
+    assert expand(Expander(ITEM_ROWS, seq_len=5), meta).meta.media == (replace(IMAGE, rows=4),)
 
 
 def test_a_sample_whose_targets_are_all_cut_is_legal():
     meta = SampleMeta("s", 10, (), ((5, 10),))
-    assert Expander(ITEM_ROWS, seq_len=5)(meta).meta == SampleMeta("s", 5)
-    assert Expander(ITEM_ROWS, seq_len=7)(meta).meta.targets == ((5, 7),)
+    assert expand(Expander(ITEM_ROWS, seq_len=5), meta).meta == SampleMeta("s", 5)
+    assert expand(Expander(ITEM_ROWS, seq_len=7), meta).meta.targets == ((5, 7),)
 
 
 def test_text_only_samples_need_no_encoder():
-    assert Expander({})(SampleMeta("s", 3)).meta == SampleMeta("s", 3)
+    assert expand(Expander({}), SampleMeta("s", 3)).meta == SampleMeta("s", 3)
 
 
 def test_module_rows_are_those_of_the_sample_after_the_cut():
     meta = SampleMeta("s", 3, (IMAGE, MediaItem("image", (1, 2, 2), 2)))
     module_rows = {"vision": ("image", ITEM_ROWS["image"]), "ears": ("audio", ITEM_ROWS["audio"])}
-    assert Expander(ITEM_ROWS, module_rows=module_rows)(meta).meta.rows == {"vision": 5, "ears": 0}
-    assert Expander(ITEM_ROWS, seq_len=5, module_rows=module_rows)(meta).meta.rows == {"vision": 4, "ears": 0}
+    assert expand(Expander(ITEM_ROWS, module_rows=module_rows), meta).meta.rows == {"vision": 5, "ears": 0}
+    assert expand(Expander(ITEM_ROWS, seq_len=5, module_rows=module_rows), meta).meta.rows == {"vision": 4, "ears": 0}
 
 
 def test_what_passes_between_stages_is_of_whole_units_where_the_cut_leaves_an_item_of_them():
@@ -213,7 +214,7 @@ def test_what_passes_between_stages_is_of_whole_units_where_the_cut_leaves_an_it
 
 def test_expand_is_pure():
     meta = SampleMeta("s", 3, (IMAGE,))
-    assert Expander(ITEM_ROWS)(meta) == Expander(ITEM_ROWS)(meta)
+    assert expand(Expander(ITEM_ROWS), meta) == expand(Expander(ITEM_ROWS), meta)
     assert meta == SampleMeta("s", 3, (IMAGE,))
     assert pickle.loads(pickle.dumps(IMAGE)) == IMAGE
 
@@ -305,14 +306,14 @@ def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
     kept, refused = [], []
     for i, meta in enumerate(metas):
         try:
-            each(meta)
+            expand(each, meta)
             kept.append(i)
         except SampleError:
             refused.append(i)
     arrays = MetaArrays.of(metas) if objects else from_arrays(metas)
     assert list(each.refusals(arrays)) == refused
     found = each.all(arrays.take(kept))
-    expected = [each(metas[i]) for i in kept]
+    expected = [expand(each, metas[i]) for i in kept]
     for meta in (e.meta for e in expected):
         images, sounds = (sum(i.rows for i in meta.media if i.name == name) for name in ("image", "audio"))
         assert meta.rows == {"vision": 4 * images, "audio": sounds, "blind": 0}
@@ -327,7 +328,7 @@ def test_sizes_of_items_are_kept_and_counted_in_arrays_too():
     metas = [SampleMeta("s", 4, items), SampleMeta("t", 4, tuple(replace(item, size=()) for item in items))]
     each = Expander({"image": lambda extent: sum(extent), "audio": len})
     found = list(each.all(from_arrays(metas)).metas)
-    assert found == [each(meta).meta for meta in metas]
+    assert found == [expand(each, meta).meta for meta in metas]
     assert [[item.rows for item in meta.media] for meta in found] == [[17, 1, 2], [9, 1, 1]]
     assert [item.size for item in found[0].media] == [(3, 5), (), (7,)]
 
@@ -337,7 +338,7 @@ def test_dimensions_of_size_0_are_dimensions():
     metas = [SampleMeta("s", 3, (replace(IMAGE, shape=(0, 4, 4)), MediaItem("audio", (2,), 2)))]
     each = Expander(ITEM_ROWS)
     assert each.refusals(from_arrays(metas)) == {}
-    assert list(each.all(from_arrays(metas)).metas) == [each(metas[0]).meta]
+    assert list(each.all(from_arrays(metas)).metas) == [expand(each, metas[0]).meta]
 
 
 MALFORMED = [
@@ -382,7 +383,7 @@ MALFORMED = [
 @pytest.mark.parametrize(("meta", "message"), MALFORMED)
 def test_malformed_metadata_is_an_error_that_names_the_sample(meta, message):
     with pytest.raises(SampleError, match=message):
-        Expander(ITEM_ROWS)(meta)
+        expand(Expander(ITEM_ROWS), meta)
     assert list(Expander(ITEM_ROWS).refusals(MetaArrays.of([SampleMeta("t", 9, (PLACED,)), meta]))) == [1]
 
 
@@ -397,11 +398,11 @@ def test_malformed_metadata_is_found_among_others(data, cases):
 
 def test_a_media_item_that_can_never_fit_is_an_error():
     with pytest.raises(SampleError, match=r"'s': nothing fits into seq_len 3: its first 'image' takes 4 tokens"):
-        Expander(ITEM_ROWS, seq_len=3)(SampleMeta("s", 2, (replace(IMAGE, position=0),)))
+        expand(Expander(ITEM_ROWS, seq_len=3), SampleMeta("s", 2, (replace(IMAGE, position=0),)))
     placed = SampleMeta("s", 6, (replace(PLACED, position=0, runs=((0, 2), (4, 1))),))
-    assert Expander(ITEM_ROWS, seq_len=5)(placed).meta.tokens == 5
+    assert expand(Expander(ITEM_ROWS, seq_len=5), placed).meta.tokens == 5
     with pytest.raises(SampleError, match=r"'s': nothing fits into seq_len 4: its first 'image' takes 5 tokens"):
-        Expander(ITEM_ROWS, seq_len=4)(placed)
+        expand(Expander(ITEM_ROWS, seq_len=4), placed)
     assert list(Expander(ITEM_ROWS, seq_len=4).refusals(from_arrays([SampleMeta("t", 9), placed]))) == [1]
     with pytest.raises(RecipeError, match="seq_len = 0"):
         Expander(ITEM_ROWS, seq_len=0)
@@ -444,7 +445,7 @@ TENSORS = [torch.zeros(1, 4, 4), torch.zeros(1, 2, 2)]
 )
 def test_a_payload_that_disagrees_with_its_metadata_is_an_error_that_names_both(sample, message):
     with pytest.raises(SampleError, match=message):
-        expand_tokens(sample, META, Expander(ITEM_ROWS)(META).meta, PLACEHOLDERS)
+        expand_tokens(sample, META, expand(Expander(ITEM_ROWS), META).meta, PLACEHOLDERS)
 
 
 UNIT = {"image": {"pixel_values": torch.zeros(5, 2)}}
@@ -478,12 +479,12 @@ OF_PLACED = torch.tensor([9, 1, 1, 9, 9, 1, 9])
 def test_a_payload_that_disagrees_with_runs_is_an_error(sample, message):
     meta = SampleMeta("s", 7, (PLACED,))
     with pytest.raises(SampleError, match=message):
-        expand_tokens(sample, meta, Expander(ITEM_ROWS)(meta).meta, PLACEHOLDERS)
+        expand_tokens(sample, meta, expand(Expander(ITEM_ROWS), meta).meta, PLACEHOLDERS)
 
 
 def test_units_of_kinds_that_are_not_wanted_are_left_out():
     meta = SampleMeta("s", 7, (PLACED,))
-    expanded = Expander(ITEM_ROWS)(meta).meta
+    expanded = expand(Expander(ITEM_ROWS), meta).meta
     assert expand_tokens(Sample("s", OF_PLACED), meta, expanded, PLACEHOLDERS, ()).units == {}
     assert expand_tokens(Sample("s", OF_PLACED, units=UNIT), meta, expanded, PLACEHOLDERS, ("audio",)).units == {}
     wanted = expand_tokens(Sample("s", OF_PLACED, units=UNIT), meta, expanded, PLACEHOLDERS, ("image",))
@@ -497,7 +498,7 @@ def test_kinds_may_share_a_placeholder_token():
     placeholders, units = {"image": 1, "video": 1}, {**UNIT, "video": UNIT["image"]}
     rows = {"image": len, "video": len}
     sample = Sample("s", torch.tensor([9, 1, 1, 1, 9, 1, 9]), units=units)
-    assert expand_tokens(sample, meta, Expander(rows)(meta).meta, placeholders).units == units
+    assert expand_tokens(sample, meta, expand(Expander(rows), meta).meta, placeholders).units == units
     with pytest.raises(SampleError, match=r"'s': 3 'image' placeholder tokens \(id 1\) in its sequence, 4 rows of 2"):
         check_sample(replace(sample, tokens=torch.tensor([9, 1, 1, 1, 9, 9, 9])), meta, placeholders)
 
@@ -505,4 +506,4 @@ def test_kinds_may_share_a_placeholder_token():
 def test_a_kind_of_media_without_a_placeholder_is_an_error():
     sample = Sample("s", torch.tensor([9, 1, 1, 9]), {"image": TENSORS})
     with pytest.raises(SampleError, match="'s': media of kind 'image' has no placeholder token"):
-        expand_tokens(sample, META, Expander(ITEM_ROWS)(META).meta, {"audio": 2})
+        expand_tokens(sample, META, expand(Expander(ITEM_ROWS), META).meta, {"audio": 2})

@@ -29,6 +29,7 @@ from hetmesh.parallel import (
     parallelize,
 )
 from hetmesh.testing.precision import exact_dtypes
+from support.expanding import expand
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ def samples(adapters, kinds: tuple[str, ...]):
         while source.kind(index) != kind:
             index += 1
         meta = source.meta(index)
-        expanded = Expander({"image": adapters["vision"].item_rows})(meta).meta
+        expanded = expand(Expander({"image": adapters["vision"].item_rows}), meta).meta
         pairs.append((expand_tokens(source.load(index), meta, expanded, source.placeholders), expanded))
         index += 1
     return pairs

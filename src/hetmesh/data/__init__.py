@@ -2,7 +2,7 @@
 
 from hetmesh.data.conversations import ConversationsSource
 from hetmesh.data.digits import DigitsSource
-from hetmesh.data.expand import Expander, Expansion, expand_tokens
+from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.data.loader import Loader
 from hetmesh.data.mixture import MixtureSource
 from hetmesh.data.recipe_sources import make_source, recipe_source

@@ -36,16 +36,6 @@ ModuleRows = Mapping[str, tuple[str | None, RowCount]]
 """Per module the kind of media that it reads, and the rows that it emits for an item."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expansion:
-    """An expanded sample; the media items that did not fit, as the source gave them; and how many expanded tokens were
-    cut, placeholders of the dropped media included."""
-
-    meta: SampleMeta
-    dropped_media: tuple[MediaItem, ...] = ()
-    dropped_tokens: int = 0
-
-
 @dataclass(frozen=True, eq=False)
 class ExpandedArrays:
     """Many expanded samples; of each, how many media items and expanded tokens were cut, int64 `[n]`."""
@@ -79,13 +69,6 @@ class Expander:
     def __post_init__(self) -> None:
         if self.seq_len is not None and self.seq_len < 1:
             raise RecipeError(f"[training] seq_len = {self.seq_len} must be at least 1")
-
-    def __call__(self, meta: SampleMeta) -> Expansion:
-        """Expand one sample. Raises SampleError: see `check`."""
-        self.check(meta)
-        expanded = self.all(MetaArrays.of([meta]))
-        (cut,) = expanded.metas
-        return Expansion(cut, meta.media[len(cut.media) :], int(expanded.dropped_tokens[0]))
 
     def check(self, meta: SampleMeta) -> None:
         """Check that a sample can be expanded. Raises SampleError: a kind of media that no encoder reads; an item whose
