@@ -124,17 +124,11 @@ class SourceAbilities:
     values: Collection[str] = ()
 
 
-@runtime_checkable
-class _Declares(Protocol):
-    @property
-    def abilities(self) -> SourceAbilities: ...
-
-
 def abilities_of(source: Source) -> SourceAbilities:
     """What a source declares; of a custom one that declares nothing, its methods and attributes of those names."""
-    if isinstance(source, _Declares):
-        return source.abilities
     custom: Any = source
+    if (declared := getattr(custom, "abilities", None)) is not None:
+        return declared
     return SourceAbilities(
         getattr(custom, "metas", None),
         getattr(custom, "check_files", None),

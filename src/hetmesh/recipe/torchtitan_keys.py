@@ -86,19 +86,15 @@ _LAYOUT: Mapping[str, Foreign] = {
     "expert_parallel_comm_backend": Foreign(ANY),  # of expert_parallel_degree
     "pipeline_parallel_expert_parallel_overlap": Foreign(ANY),  # of DualPipeV
     "pipeline_parallel_schedule_csv": Foreign(("",), "name a schedule in pipeline_parallel_schedule"),
-    "pipeline_parallel_first_stage_less_layers": Foreign(
-        (),
-        "name the layers of each stage in module_fqns_per_model_part",
-        (0, 1),
-        "stages are cut such that they take equal time, with what embeddings cost",
-        _shared("pipeline_parallel_degree"),
-    ),
-    "pipeline_parallel_last_stage_less_layers": Foreign(
-        (),
-        "name the layers of each stage in module_fqns_per_model_part",
-        (0, 1),
-        "stages are cut such that they take equal time, with what the head costs",
-        _shared("pipeline_parallel_degree"),
+    **dict.fromkeys(
+        ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"),
+        Foreign(
+            (),
+            "name the layers of each stage in module_fqns_per_model_part",
+            (0, 1),
+            "stages are cut such that they take equal time, with what embeddings and head cost",
+            _shared("pipeline_parallel_degree"),
+        ),
     ),
     "enable_async_tensor_parallel": Foreign(OFF, "leave it out"),
     "enable_compiled_autograd": Foreign(OFF, "leave it out; [compile] enable = true compiles blocks"),
