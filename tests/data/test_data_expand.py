@@ -14,6 +14,7 @@ from hetmesh.data import Expander, Sample, check_meta, check_sample, expand_toke
 from hetmesh.data.metadata_index import build_index, load_index
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import Activation, MediaItem, MetaArrays, ModuleSpec, SampleMeta
+from hetmesh.graph.sample import UNIT_ITEMS, UNIT_ROWS
 from hetmesh.layout import MeshSpec
 from support.expanding import Expansion, expand
 
@@ -314,9 +315,15 @@ def test_many_at_once_are_expanded_as_one_by_one(cases, seq_len, objects):
     assert list(each.refusals(arrays)) == refused
     found = each.all(arrays.take(kept))
     expected = [expand(each, metas[i]) for i in kept]
-    for meta in (e.meta for e in expected):
-        images, sounds = (sum(i.rows for i in meta.media if i.name == name) for name in ("image", "audio"))
-        assert meta.rows == {"vision": 4 * images, "audio": sounds, "blind": 0}
+    for i, meta in zip(kept, (e.meta for e in expected), strict=True):
+        rows = {"blind": 0}
+        for module, kind, ratio in (("vision", "image", 4), ("audio", "audio", 1)):
+            left, whole = ([item for item in m.media if item.name == kind] for m in (meta, metas[i]))
+            rows[module] = ratio * sum(item.rows for item in left)
+            if left and len(left) < len(whole) and whole[0].runs:  # whose unit stays whole
+                rows[module + UNIT_ROWS] = ratio * sum(item.rows for item in whole)
+                rows[module + UNIT_ITEMS] = len(whole)
+        assert meta.rows == rows
     assert list(found.metas) == [e.meta for e in expected]
     assert found.dropped_media.tolist() == [len(e.dropped_media) for e in expected]
     assert found.dropped_tokens.tolist() == [e.dropped_tokens for e in expected]
