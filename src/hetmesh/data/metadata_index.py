@@ -128,12 +128,9 @@ def _joined(parts: list[MetaArrays]) -> MetaArrays:
         if part.kinds:
             items[-1][:, 0] = np.array([kinds.index(kind) for kind in part.kinds])[part.items[:, 0]]
     starts = itertools.accumulate(map(len, parts), initial=0)
-    together = {name: np.concatenate([getattr(part, name) for part in parts]) for name in JOINED}
-    counts = {name: np.concatenate([np.diff(getattr(part, name)) for part in parts]) for name in ENDS}
-    return MetaArrays(
-        **together,
-        **{name: np.cumsum(np.concatenate([[0], each]), dtype=np.int64) for name, each in counts.items()},
-        kinds=kinds,
-        items=np.concatenate(items),
-        unreadable={at + i: why for at, part in zip(starts, parts, strict=False) for i, why in part.unreadable.items()},
-    )
+    columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in JOINED}
+    for name in ENDS:
+        counts = np.concatenate([[0], *(np.diff(getattr(part, name)) for part in parts)])
+        columns[name] = np.cumsum(counts, dtype=np.int64)
+    unreadable = {at + i: why for at, part in zip(starts, parts, strict=False) for i, why in part.unreadable.items()}
+    return MetaArrays(**columns, kinds=kinds, items=np.concatenate(items), unreadable=unreadable)
