@@ -29,7 +29,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def index_data(keys: Data) -> Iterator[str]:
     """Make the indices of the sources of `[data]` and of their validation splits; yields a line about each.
     Raises RecipeError: a source cannot be made, or has nothing to index."""
-    from hetmesh.data.metadata_index import Indexed, build_index, load_index
+    from hetmesh.data.conversations import ConversationsSource
+    from hetmesh.data.metadata_index import build_index, load_index
     from hetmesh.data.recipe_sources import make_source
 
     tables = [(table, split) for table in keys.mixture or (keys,) for split in ("train", "validation")]
@@ -43,7 +44,7 @@ def index_data(keys: Data) -> Iterator[str]:
             if split == "validation":  # there may be none
                 continue
             raise
-        assert isinstance(source, Indexed)
+        assert isinstance(source, ConversationsSource)
         path = build_index(source)
         index = load_index(path, source.index_inputs)
         assert index is not None

@@ -165,10 +165,12 @@ class ConversationsSource:
 
     @property
     def index_inputs(self) -> Mapping[str, Any]:
+        """What an index depends on, as JSON has it: the state of the files, and options that metadata depend on."""
         return self._inputs(self._store.files)
 
     @property
     def store_arrays(self) -> Mapping[str, np.ndarray]:
+        """Where records lie in the files, which an index keeps, too."""
         return self._store.arrays
 
     def _inputs(self, files: Sequence[Path]) -> dict[str, Any]:

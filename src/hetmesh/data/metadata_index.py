@@ -10,15 +10,18 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hetmesh.data.source import Source, metas_of
+from hetmesh.data.source import metas_of
 from hetmesh.data.stores.store import MALFORMED_FILE, npy_shape
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_json, read_file, writing
 from hetmesh.graph.meta_arrays import NO_DIM, MetaArrays
+
+if TYPE_CHECKING:
+    from hetmesh.data.conversations import ConversationsSource
 
 SUFFIX = ".hetmesh-index.npz"
 VERSION = 4
@@ -28,20 +31,6 @@ _DAMAGED = (OSError, ValueError, AttributeError, zipfile.BadZipFile, *MALFORMED_
 _CHUNK_SAMPLES = 4096  # whose metadata are objects at a time, while an index is made
 JOINED, ENDS = ("tokens", "targets", "runs", "names"), ("target_ends", "item_ends", "run_ends", "name_ends")
 """Attributes of `MetaArrays` by how those of several become those of all."""
-
-
-@runtime_checkable
-class Indexed(Source, Protocol):
-    """A source that can keep an index, beside the data at `index_path`; with it are kept its offsets in the files."""
-
-    @property
-    def index_path(self) -> Path: ...
-    @property
-    def index_inputs(self) -> Mapping[str, Any]:
-        """What it depends on, as JSON has it: the state of the files, and the options that metadata depends on."""
-
-    @property
-    def store_arrays(self) -> Mapping[str, np.ndarray]: ...
 
 
 def file_states(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -58,7 +47,7 @@ def content_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def build_index(source: Indexed) -> Path:
+def build_index(source: ConversationsSource) -> Path:
     """Make the index of `source`, from texts and headers of media. Raises OutputError: it cannot be written."""
     everything = range(len(source))
     starts = everything[::_CHUNK_SAMPLES]

@@ -33,7 +33,7 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
-from hetmesh.parallel.stage_views import PREVIOUS, PassThrough
+from hetmesh.parallel.stage_views import PREVIOUS, prune
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +113,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         """By what the decoder multiplies embedded tokens before its first layer; 1.0 if it leaves them as they are,
         None if it does something else. Measured: its layers and norm hand on what they get."""
         module = build_empty(self)
-        for name in self.layers():
-            if name != self.whole.embedding:
-                parent, _, child = name.rpartition(".")
-                setattr(module.get_submodule(parent), child, PassThrough())
+        prune(module, self.layers(), (self.whole.embedding,))
         decoder: Any = self.decoder_of(module)
         tokens = torch.linspace(-1.0, 1.0, 2 * self.config.hidden_size).view(1, 2, -1).double()
         axes = (3,) if self.whole.positions == "rope_index" else ()

@@ -25,18 +25,6 @@ from hetmesh.parallel.stage_views import PassThrough
 from hetmesh.parallel.tensor_parallel import within
 
 
-class _RecordedCall(PassThrough):
-    """Stands for a layer, and records that it was called."""
-
-    def __init__(self, name: str, called: list[str]) -> None:
-        super().__init__()
-        self.name, self.called = name, called
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        self.called.append(self.name)
-        return hidden
-
-
 def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterRequest) -> tuple[str, ...]:
     """The layers that only the first stage calls, with what the module reads; they stay together there. `example`: an
     instance on the meta device; its layers are replaced."""
@@ -57,7 +45,9 @@ def first_layers(adapter: UserAdapter, example: nn.Module, request: AdapterReque
         )
     for layer in layers:
         parent, _, child = layer.rpartition(".")
-        setattr(example.get_submodule(parent), child, _RecordedCall(layer, called))
+        stub = PassThrough()
+        stub.register_forward_hook(lambda *_, name=layer: called.append(name))
+        setattr(example.get_submodule(parent), child, stub)
     hidden, read = _inputs(adapter, request.vocab_size)
     try:
         with torch.no_grad():
