@@ -1,7 +1,6 @@
 """Tokens planned from sizes are those that the processor makes of the media."""
 
 import logging
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.models.split.batching import random_item
-from hetmesh.models.split.from_sizes import FromSizes, Way, _is_like
+from hetmesh.models.split.from_sizes import FromSizes, _is_like
 from hetmesh.models.split.processor import clip, processor_at
 from support.tiny_processors import save as save_tiny_processor
 
-WAYS = {
-    "llava": {"image": Way.META},
-    "qwen2_5_vl": {"image": Way.META, "video": Way.META},
-    "llava_onevision": {"image": Way.META, "video": Way.META},
-    "idefics3": {"image": Way.META},
-    "qwen3_vl": {"video": Way.META},  # writes when frames are
-    "mistral3": {"image": Way.META},
-    "internvl": {"image": Way.META},
-    "qwen2_audio": {"audio": Way.ZEROS},
-    "gemma4": {"image": Way.META},  # pads, though there is but one text
-    "minicpmv4_6": {"image": Way.WHOLE},  # writes numbers of images
-    "molmo2": {"image": None},  # writes a BOS
+TAKE_SHAPES = {
+    "llava": {"image": True},
+    "qwen2_5_vl": {"image": True, "video": True},
+    "llava_onevision": {"image": True, "video": True},
+    "idefics3": {"image": True},
+    "qwen3_vl": {"video": True},  # writes when frames are
+    "mistral3": {"image": True},
+    "internvl": {"image": True},
+    "qwen2_audio": {"audio": False},
+    "gemma4": {"image": True},  # pads, though there is but one text
+    "minicpmv4_6": {"image": True},  # writes numbers of images
+    "molmo2": {"image": False},  # writes a BOS
 }
 ASK_MORE = {"idefics3"}
 """Of what their tokenizer makes: the token at a character."""
@@ -48,15 +47,15 @@ def from_sizes(name: str) -> FromSizes:
         return FromSizes(processor_at(save_tiny_processor(name, Path(folder)), "key"))
 
 
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in WAYS.items() for kind in kinds])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in TAKE_SHAPES.items() for kind in kinds])
 @settings(max_examples=10)
 @given(data=st.data())
 def test_tokens_are_those_of_real_media(name: str, kind: str, data: st.DataObject) -> None:
     planned = from_sizes(name)
     processor = planned.processor
-    assert planned.way(kind) is WAYS[name][kind]
+    assert planned.takes_shapes(kind) is TAKE_SHAPES[name][kind]
     assert logging.root.manager.disable == logging.NOTSET
-    assert planned.runs_as_one([kind]) is (planned.way(kind) is not None and name not in ASK_MORE)
+    assert planned.runs_as_one([kind]) is (name not in ASK_MORE)
     sizes = data.draw(st.lists(SIZES[kind], min_size=1, max_size=3 if kind == "image" else 1))
     text = data.draw(WORDS) + "".join(processor.written(kind) + data.draw(WORDS) for _ in sizes)
     if data.draw(st.booleans()) and processor.tokenizer.bos_token:
@@ -67,16 +66,11 @@ def test_tokens_are_those_of_real_media(name: str, kind: str, data: st.DataObjec
         blanks = sizes
     items = {kind: [random_item(blank) for blank in blanks]}
     expected = processor(text, items)
-    before = planned._replaced.cache_info()
-    for given_sizes in (deepcopy(sizes), sizes):  # the second time they are remembered
-        made = planned(text, {kind: given_sizes})
-        assert (made.given, made.expanded, made.places) == (expected.given, expected.expanded, expected.places)
-        assert (made.ids.tolist(), made.offsets.tolist()) == (expected.ids.tolist(), expected.offsets.tolist())
-        if (grid := expected.units[kind].get(f"{kind}_grid_thw")) is not None:
-            assert made.units[kind][f"{kind}_grid_thw"].tolist() == grid.tolist()
-    now = planned._replaced.cache_info()
-    remembers = planned.way(kind) in (Way.META, Way.ZEROS)
-    assert (now.hits + now.misses - before.hits - before.misses == 2) is (now.hits > before.hits) is remembers
+    made = planned(text, {kind: sizes})
+    assert (made.given, made.expanded, made.places) == (expected.given, expected.expanded, expected.places)
+    assert (made.ids.tolist(), made.offsets.tolist()) == (expected.ids.tolist(), expected.offsets.tolist())
+    if (grid := expected.units[kind].get(f"{kind}_grid_thw")) is not None:
+        assert made.units[kind][f"{kind}_grid_thw"].tolist() == grid.tolist()
     if planned.runs_as_one([kind]):
         loaded = processor(text, items, runs_as_one=True)
         assert loaded.ids.tolist() == expected.ids.tolist()

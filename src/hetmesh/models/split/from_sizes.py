@@ -1,20 +1,16 @@
 """What a directory's processor makes of a text and of media of which only sizes are known: the tokens of metadata.
 
-What it puts in the place of media is remembered by the sizes of all that a sample has of a kind, so a sample of sizes
-that were seen costs its text alone. For sizes that were not, media are meta tensors, which torchvision resizes and cuts
-without computing anything. The text is then put together as `ProcessorMixin.__call__` does, and of each run of row
-tokens one is tokenised. Whether that is what a processor makes is tried on a few sizes; where it is not, the whole
-processor is given meta tensors, or zeros.
+It is given meta tensors, which torchvision resizes and cuts without computing anything. Whether it then makes the same
+is tried on a few sizes; where it does not, it gets zeros.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,27 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hetmesh._processes import one_torch_thread
-from hetmesh.models.split.made import Made, Unit, as_tensor, place_of
-from hetmesh.models.split.processor import ARGUMENTS, EXAMPLES, METHODS, Clip, Processor, position_keys
-
-MOST_KNOWN = 1024
-"""Of how many samples' sizes it is remembered what is made of them; the texts of one may take 50 kB."""
-
-
-class Way(enum.Enum):
-    """What a processor is given instead of media."""
-
-    META = "meta tensors"
-    ZEROS = "zeros"
-    WHOLE = "meta tensors, and the text with them"
-
-
-@dataclass(frozen=True)
-class _Blank:
-    """A size, or a clip without contents, and what makes it equal to another."""
-
-    key: Any
-    media: Any = field(compare=False)
+from hetmesh.models.split.made import Made, Unit, as_tensor
+from hetmesh.models.split.processor import EXAMPLES, Clip, Processor, position_keys
 
 
 class FromSizes:
@@ -51,23 +28,19 @@ class FromSizes:
 
     def __init__(self, processor: Processor) -> None:
         self.processor = processor
-        self._text_arguments: dict[str, Any] = {}
         self._found = cache(self._found_anew)
-        self._replaced = lru_cache(MOST_KNOWN)(self._replaced_anew)
 
     @one_torch_thread()
     def __call__(self, text: str, sizes: Mapping[str, Sequence[Any]], answer: str | None = None) -> Made:
         """As `Processor.__call__` with `blanks`; of units there is what positions depend on."""
-        ways = {kind: self.way(kind) for kind in sizes}
-        if sizes and answer is None and None not in ways.values():
-            written = {kind: self.processor.written(kind) for kind in self.processor.kinds}
-            if all(text.count(token) == len(sizes.get(kind, ())) for kind, token in written.items()):
-                with suppress(Exception):  # of zeros it may make something, or says what is wrong with the sizes
-                    return self._made(text, sizes, ways)
-        return self.processor(text, {}, answer, sizes)
+        runs_as_one = bool(sizes) and answer is None and self.runs_as_one(sizes)
+        if sizes and answer is None and all(self.takes_shapes(kind) for kind in sizes):
+            with suppress(Exception):  # of zeros it may make something, or says what is wrong with the sizes
+                return self._made(text, sizes, runs_as_one)
+        return self.processor(text, {}, answer, sizes, runs_as_one)
 
-    def way(self, kind: str) -> Way | None:
-        """The first in which the same comes out, for a few sizes, as when the processor gets zeros; None: none."""
+    def takes_shapes(self, kind: str) -> bool:
+        """Whether the processor makes the same of meta tensors, for a few sizes, as of zeros."""
         return self._found(kind)[0]
 
     def runs_as_one(self, kinds: Collection[str]) -> bool:
@@ -76,56 +49,38 @@ class FromSizes:
         return all(self._found(kind)[1] for kind in kinds)
 
     @one_torch_thread()
-    def _found_anew(self, kind: str) -> tuple[Way | None, bool]:
+    def _found_anew(self, kind: str) -> tuple[bool, bool]:
         tried, token = [], self.processor.written(kind)
         for sizes in (*zip(EXAMPLES[kind], strict=False), EXAMPLES[kind][:2]):
             text = "\na, b\n" + f"{token} c." * len(sizes) + " d \n"
             with suppress(Exception):  # some take one item of a kind
                 tried.append((text, {kind: sizes}, self.processor(text, {}, blanks={kind: sizes})))
-        self._text_arguments = self.processor.text_arguments | {"return_tensors": None}
 
-        def are_like(found: Sequence[Made], keys: Sequence[str]) -> bool:
-            return all(_is_like(mine, made, keys) for mine, (*_, made) in zip(found, tried, strict=True))
-
-        for way in (Way if kind != "audio" else (Way.ZEROS,)) if tried else ():
+        def makes_the_same(make: Callable[..., Made], keys: Sequence[str]) -> bool:
             with suppress(Exception), _without_warnings():  # which would be about meta tensors
-                if not are_like([self._made(t, sizes, {kind: way}) for t, sizes, _ in tried], position_keys(kind)):
-                    continue
-                with suppress(Exception):  # some ask for more of a tokenizer's output than arrays
-                    short = [self.processor(text, {}, blanks=sizes, runs_as_one=True) for text, sizes, _ in tried]
-                    return way, are_like(short, self.processor.keys(kind))
-                return way, False
-        return None, False
+                return bool(tried) and all(_is_like(make(text, sizes), made, keys) for text, sizes, made in tried)
+            return False
 
-    def _made(self, text: str, sizes: Mapping[str, Sequence[Any]], ways: Mapping[str, Any]) -> Made:
-        if Way.WHOLE in ways.values():
-            items = {kind: self._items(kind, [*map(_blank, each)], ways[kind]) for kind, each in sizes.items()}
-            with _ShapesOnly():
-                made = self.processor(text, items)
-            return replace(made, units={kind: _of_positions(kind, unit) for kind, unit in made.units.items()})
-        replaced = {kind: self._replaced(kind, (*map(_blank, each),), ways[kind]) for kind, each in sizes.items()}
-        texts = [list(replaced[kind][0]) if kind in replaced else [] for kind in METHODS]
-        (expanded,), (places,) = self.processor.own.get_text_with_replacements([text], *texts)
-        arguments = self._text_arguments | self.processor.without_bos(text)
-        ids, offsets, _ = self.processor.tokenized(expanded, arguments)
-        units = {kind: unit for kind, (_, unit) in replaced.items()}
-        return Made(text, expanded, ids, offsets, [*map(place_of, places)], units, [])
+        def short(text: str, sizes: Mapping[str, Sequence[Any]]) -> Made:
+            return self.processor(text, {}, blanks=sizes, runs_as_one=True)
 
-    def _replaced_anew(self, kind: str, blanks: tuple[_Blank, ...], way: Way) -> tuple[tuple[str, ...], Unit]:
-        """The texts in the places of media, and what positions depend on."""
-        media = self._items(kind, blanks, way)
-        arguments = self.processor.arguments({kind: [media]})
-        given, known = arguments.pop(ARGUMENTS[kind]), self.processor.media_arguments[kind]
-        known |= {name: value for name, value in arguments.items() if name in known}
-        with _ShapesOnly() if way is Way.META else nullcontext():
-            made, texts = getattr(self.processor.own, METHODS[kind])(given, **known)
-        return tuple(texts), _of_positions(kind, made)
+        shapes = kind != "audio" and makes_the_same(self._made, position_keys(kind))
+        return shapes, makes_the_same(short, self.processor.keys(kind))
 
-    def _items(self, kind: str, blanks: Sequence[_Blank], way: Way) -> list[Any]:
-        meta = way is not Way.ZEROS
-        sized = meta and kind == "image"
-        items = [b.media if sized or isinstance(b.media, Clip) else self.processor.blank(kind, b.media) for b in blanks]
-        return [*map(_without_contents, items)] if meta else items
+    def _made(self, text: str, sizes: Mapping[str, Sequence[Any]], runs_as_one: bool = False) -> Made:
+        items = {kind: [self._without_contents(kind, size) for size in each] for kind, each in sizes.items()}
+        with _ShapesOnly():
+            made = self.processor(text, items, runs_as_one=runs_as_one)
+        return replace(made, units={kind: _of_positions(kind, unit) for kind, unit in made.units.items()})
+
+    def _without_contents(self, kind: str, size: Any) -> Any:
+        """Meta tensors: an image of that size, `[3, height, width]`, or such a clip, `[frames, 3, height, width]`."""
+        if kind == "image":
+            return torch.empty((3, *size), dtype=torch.uint8, device="meta")
+        clip = size if isinstance(size, Clip) else self.processor.blank(kind, size)
+        frames, height, width, _ = clip.frames.shape
+        pixels = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
+        return replace(clip, frames=pixels)  # type: ignore[arg-type]
 
 
 def _of_positions(kind: str, made: Mapping[str, Any]) -> Unit:
@@ -134,19 +89,6 @@ def _of_positions(kind: str, made: Mapping[str, Any]) -> Unit:
     if any(value.is_meta for value in unit.values()):
         raise ValueError("the grid has no numbers")
     return unit
-
-
-def _blank(size: Any) -> _Blank:
-    return _Blank((size.frames.shape, repr(size.metadata)) if isinstance(size, Clip) else tuple(size), size)
-
-
-def _without_contents(item: Any) -> Any:
-    """An image of that size, `[3, height, width]`, or that clip, `[frames, 3, height, width]`, as meta tensors."""
-    if isinstance(item, Clip):
-        frames, height, width, _ = item.frames.shape
-        pixels = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
-        return replace(item, frames=pixels)  # type: ignore[arg-type]
-    return torch.empty((3, *item), dtype=torch.uint8, device="meta")
 
 
 def _is_like(composed: Made, made: Made, keys: Sequence[str]) -> bool:

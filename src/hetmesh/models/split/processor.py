@@ -38,11 +38,6 @@ PARTS: Mapping[str, str] = MappingProxyType(
 )
 """Kind of media -> the attribute of a processor that prepares it."""
 
-METHODS: Mapping[str, str] = MappingProxyType(
-    {"image": "_process_images", "video": "_process_videos", "audio": "_process_audio"}
-)
-"""Kind of media -> the method of a processor that makes of them tensors, and the texts in their places."""
-
 OF_MODEL = ("patch_size", "merge_size", "temporal_patch_size")
 """Options that say how the tower cuts images. Of another merge size patches come in another order, as many."""
 
@@ -75,8 +70,6 @@ class Processor:
         kinds: of media that it prepares.
         lists: names of what it makes of media in lists of numbers, in which the model wants it; known with `keys`.
         suffix: whether it takes the answer apart from the question (PaliGemma), one of each.
-        text_arguments: what it last called its tokenizer with, without the text.
-        media_arguments: by kind, what it last called its method of `METHODS` with, without the media.
     """
 
     def __init__(self, path: Path, key: str, options: Mapping[str, Any]) -> None:
@@ -96,8 +89,6 @@ class Processor:
         self._places: list[PlaceOfItem] | None = None
         self.lists = set[str]()
         self._encoded, self._offsets = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
-        self.text_arguments: dict[str, Any] = {}
-        self.media_arguments: dict[str, dict[str, Any]] = {}
         self._record()
 
     def _check_options(self) -> None:
@@ -126,7 +117,7 @@ class Processor:
         def tokenized(self_: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(text, list) or len(text) != 1:
                 return tokenize(self_, text, *args, **kwargs)
-            self._expanded, self.text_arguments = text[0], kwargs
+            self._expanded = text[0]
             if self._runs_as_one and not args:
                 with suppress(ValueError):  # then all of them
                     self._encoded, self._offsets, out = self.tokenized(text[0], kwargs)
@@ -142,17 +133,8 @@ class Processor:
             self._places = [*map(place_of, places[0] if places else [])]
             return found, places
 
-        def noting(kind: str, process: Any) -> Any:
-            def processed(*media: Any, **kwargs: Any) -> Any:
-                self.media_arguments[kind] = kwargs
-                return process(*media, **kwargs)
-
-            return processed
-
         tokenizer.__class__ = type(type(tokenizer).__name__, (type(tokenizer),), {"__call__": tokenized})
         self.own.get_text_with_replacements = expanded
-        for kind, name in METHODS.items():
-            setattr(self.own, name, noting(kind, getattr(self.own, name)))
 
     def written(self, kind: str) -> str:
         """What a chat template writes for an item."""
