@@ -25,7 +25,7 @@ from hetmesh.models.user.adapters import UserAdapter
 from hetmesh.models.weights.build import build_on_meta
 from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
-from hetmesh.models.weights.model_forms import saved, saved_forms
+from hetmesh.models.weights.model_forms import converters_of, saved
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
@@ -274,9 +274,10 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     package = "transformers" if hasattr(transformers, kind.__name__) else kind.__module__
     shapes = own_tensors(part.module)[0]
     tensors: dict[str, Origin | Regrouped] = dict(part.origins)
-    forms = None if whole is None else saved_forms(whole, {own: every[own] for own in part.origins})
-    if forms is not None:
-        tensors = _as_stored(part.origins, {own: refitted(form, shapes[own]) for own, form in forms.items()})
+    if whole is not None and converters_of(kind, config):
+        found = saved(whole, {own: every[own] for own in part.origins})
+        forms = {own: refitted(found.forms[found.names[own]], shapes[own]) for own in part.origins}
+        tensors = _as_stored(part.origins, forms)
     if absent and pretrained is not None:  # which the module has no use for
         there = pretrained.named(shapes, part.adapter.checkpoint_names)
         tensors |= {own: Origin((there[own],), source=pretrained) for own in absent if own in there}

@@ -121,22 +121,13 @@ def converters_of(model_class: Any, config: Any) -> list[Any]:
     return [t for t in found if isinstance(t, WeightConverter)]
 
 
-def saved_forms(model: Any, shapes: Mapping[str, Shape]) -> dict[str, StoredForm] | None:
-    """How `save_pretrained` stores a model that it did not load: forms by name; None if it converts nothing.
+def saved(model: Any, shapes: Mapping[str, Shape]) -> ModelForms:
+    """How `save_pretrained` stores a model that it did not load, and under which names.
 
     Args:
         model: on any device; its tensors are not read.
         shapes: shapes of its parameters and persistent buffers; of tied ones the first.
     """
-
-    if not converters_of(type(model), model.config):
-        return None
-    found = saved(model, shapes)
-    return {name: found.forms[found.names[name]] for name in shapes}
-
-
-def saved(model: Any, shapes: Mapping[str, Shape]) -> ModelForms:
-    """`saved_forms`, with the names by which tensors are stored."""
     from transformers.core_model_loading import revert_weight_conversion
 
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
