@@ -62,8 +62,8 @@ def test_epochs_and_seeds_are_shuffled_differently():
 
 def test_the_global_batch_is_a_pure_function_of_seed_and_step():
     a, b = (Loader(DigitsSource(), 16, PREPARE, seed=3) for _ in range(2))
-    later = a.batch(7)
-    assert [next(b) for _ in range(8)][7] == later == a.batch(7)
+    later = [*a.batch(7)]
+    assert [*[next(b) for _ in range(8)][7]] == later == [*a.batch(7)]
     assert len(later) == 16
 
 

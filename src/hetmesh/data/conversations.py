@@ -246,13 +246,12 @@ class ConversationsSource:
             raise SampleError(f"{name}: more marks in the text than files, of which there are {len(files)}")
         named: list[tuple[str, str | None]] = []
         messages = [("user", self._text(name, parts, named))]
+        blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
         if self.preparation is not None:
-            blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
             return self.preparation.load(name, self.preparation.question(name, messages), blobs)
         ids = self._chat.prompt(name, messages)
         if (written := self._kinds_in(ids)) != [kind for kind, _ in named]:
             raise SampleError(f"{name}: the chat template makes placeholders of {written} of {[k for k, _ in named]}")
-        blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
         conversation = _Conversation(name, Encoded(ids, ()), blobs, 0)
         asked = copy.copy(self)
         asked._known, asked._conversation = None, lambda _: conversation  # type: ignore[assignment]

@@ -64,11 +64,6 @@ class DrawnBatch(Sequence[DrawnSample]):
         unreadable = {at: self.unreadable[i] for at, i in enumerate(places) if i in self.unreadable}
         return DrawnBatch(tuple(self.indices[i] for i in places), self.given.take(places), expanded, unreadable)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DrawnBatch) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def names(self, places: Sequence[int]) -> str:
         """The ids of the samples at `places` for a message, the first few of many."""
         named = ", ".join(repr(self.given.ids[i]) for i in places[:_NAMED_SAMPLES])
