@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,25 +23,19 @@ from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.recipe.hf_path import PROCESSOR_FILES
 
 
-class BatchRule(Protocol):
-    """One way."""
-
-    def join(self, tensors: Sequence[Tensor], units: Sequence[Unit]) -> Any:
-        """The tensor of a batch of those of its samples. `units`: all tensors of each sample."""
-
-
 @dataclass(frozen=True)
-class Cat(BatchRule):
+class Cat:
     """Joined along `dim`."""
 
     dim: int
 
     def join(self, tensors: Sequence[Tensor], units: Sequence[Unit]) -> Any:
+        """The tensor of a batch of those of its samples. `units`: all tensors of each sample."""
         return torch.cat(list(tensors), self.dim)
 
 
 @dataclass(frozen=True)
-class Pad(BatchRule):
+class Pad:
     """Padded with `fill` to the largest, all dims but the first, then joined along that."""
 
     fill: float
@@ -57,7 +51,7 @@ class Pad(BatchRule):
 
 
 @dataclass(frozen=True)
-class Offset(BatchRule):
+class Offset:
     """Joined along the first dim; values from 0 on index rows of `of`, as many as its first `dims` dims say."""
 
     of: str
@@ -72,11 +66,14 @@ class Offset(BatchRule):
 
 
 @dataclass(frozen=True)
-class Listed(BatchRule):
+class Listed:
     """Side by side, in a list."""
 
     def join(self, tensors: Sequence[Tensor], units: Sequence[Unit]) -> Any:
         return list(tensors)
+
+
+BatchRule = Cat | Pad | Offset | Listed
 
 
 @dataclass(frozen=True)

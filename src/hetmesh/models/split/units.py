@@ -119,15 +119,14 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def unit_calls(whole: WholeModel, kinds: Sequence[str]) -> tuple[UnitCalls | None, str]:
     """How units of some kinds are given to the tower of a directory; None where it has no processor that prepares the
     first of them, with a reason where it has one. Raises RecipeError: it prepares no other one."""
-    first, reason = batching_of(whole, kinds[0])
-    if first is None:
-        return None, reason
-    found = {kinds[0]: first}
-    for kind in kinds[1:]:
-        other, reason = batching_of(whole, kind)
-        if other is None:
+    found: dict[str, Batching] = {}
+    for kind in kinds:
+        batching, reason = batching_of(whole, kind)
+        if batching is None and not found:
+            return None, reason
+        if batching is None:
             raise RecipeError(reason or f"{whole.pretrained}: its processor prepares no {kind!r}")
-        found[kind] = other
+        found[kind] = batching
     return UnitCalls(found), ""
 
 

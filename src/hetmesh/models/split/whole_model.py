@@ -78,7 +78,7 @@ class WholeModel:
         return found
 
     @property
-    def _parts_beside(self) -> list[str]:
+    def parts_beside(self) -> list[str]:
         """Patterns of the tensors of other parts of a directory of whose model this is one."""
         inside = family_of(str(self.pretrained.config.get("model_type"))).inside
         keys = [key for key in self.pretrained.config if key.endswith("_config")] if inside else []
@@ -197,10 +197,6 @@ class WholeModel:
                 model._buffers.pop(name, None)
         return model
 
-    def owned_by_others(self, part: str, owners: Mapping[str, str]) -> tuple[str, ...]:
-        """Patterns of the names of the tensors that `part` does not own."""
-        return ("|".join(re.escape(name) for name, owner in owners.items() if owner != part), *self._parts_beside)
-
     @property
     def checkpoint_names(self) -> Mapping[str, str]:
         """Name in the checkpoint (in `stored_forms`) by name in the model, through transformers' own renamings."""
@@ -214,7 +210,7 @@ class WholeModel:
 
     @cached_property
     def _read(self) -> ModelForms:
-        ignored = [*self._parts_beside, *(self.model._keys_to_ignore_on_load_unexpected or ())]
+        ignored = [*self.parts_beside, *(self.model._keys_to_ignore_on_load_unexpected or ())]
         ignored += [r".*rotary_emb\.inv_freq", r".*position_ids"]
         found = model_forms(
             self.model,
@@ -246,7 +242,8 @@ class PartAdapter(AdapterDefaults):
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
-        return self.whole.owned_by_others(self.part, self.owners)
+        others = (re.escape(name) for name, owner in self.owners.items() if owner != self.part)
+        return ("|".join(others), *self.whole.parts_beside)
 
     @cached_property
     def _empty(self) -> nn.Module:
