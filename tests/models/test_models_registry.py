@@ -149,9 +149,8 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
         ),
         (
             {"vision": Module("x")},
-            r"Valid: \['clip', 'hf_encoder', 'hf_llm', 'hf_projector', 'llama', 'mlp', 'qwen3', 'qwen3_moe', "
-            r"'qwen3_vl_moe_text', 'qwen3_vl_text', 'qwen3_vl_vision', 'siglip', 'whisper'\], or "
-            r"'package\.module:Class'",
+            r"unknown model 'x'\. Valid are: clip, hf_encoder, hf_llm, hf_projector, llama, mlp, qwen3, qwen3_moe, "
+            r"qwen3_vl_moe_text, qwen3_vl_text, qwen3_vl_vision, siglip, whisper, package\.module:Class$",
         ),
         (
             {"vision": Module("siglip", {"hiden_size": 4})},

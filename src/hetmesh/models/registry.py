@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.split.projector import HfProjectorAdapter
 from hetmesh.models.user.make import make_user_adapter
 from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.recipe.keys import unknown
 from hetmesh.recipe.sections import Boundary, Module
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
@@ -123,11 +123,7 @@ def _make(model: str, request: AdapterRequest) -> Adapter | None:
         return MODELS[model](request)
     if ":" in model:
         return make_user_adapter(model, request)
-    near = difflib.get_close_matches(model, MODELS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise RecipeError(
-        f"{request.key}.model: unknown model {model!r}; {hint}Valid: {sorted(MODELS)}, or 'package.module:Class'"
-    )
+    raise RecipeError(f"{request.key}.model: {unknown('model', model, [*sorted(MODELS), 'package.module:Class'])}")
 
 
 def pretrained_of(name: str, module: Module) -> Pretrained | None:

@@ -80,7 +80,7 @@ class FromSizes:
         clip = size if isinstance(size, Clip) else self.processor.blank(kind, size)
         frames, height, width, _ = clip.frames.shape
         pixels = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
-        return replace(clip, frames=pixels)  # type: ignore[arg-type]
+        return replace(clip, frames=pixels)
 
 
 def _of_positions(kind: str, made: Mapping[str, Any]) -> Unit:
