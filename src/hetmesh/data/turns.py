@@ -52,7 +52,8 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
         raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
-        turns = [(_role(turn["role"]), _content(_said(turn), files, breaks)) for turn in record["messages"]]
+        turns = [(str(turn["role"]), _content(_said(turn), files, breaks)) for turn in record["messages"]]
+        turns = [("system" if role == "developer" else role, content) for role, content in turns]  # OpenAI's newer word
     else:
         turns = [(_speaker(turn["from"]), _parts(_text(turn), files, breaks)) for turn in record["conversations"]]
     named = {kind for kind, _ in media_of(turns)}
@@ -211,10 +212,6 @@ def _speaker(name: Any) -> str:
     if name not in ROLES:
         raise ValueError(f"`from` is {name!r}, must be one of {sorted(ROLES)}")
     return ROLES[name]
-
-
-def _role(name: Any) -> str:
-    return "system" if name == "developer" else str(name)  # OpenAI's newer word for it
 
 
 def _content(content: Any, files: Mapping[str, _Files], breaks: Collection[str]) -> Any:

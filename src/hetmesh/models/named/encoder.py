@@ -39,6 +39,8 @@ class EncoderAdapter(AdapterDefaults):
     in_features: None = None
     checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
     token_sharded: ClassVar[tuple[str, ...]] = ()
+    first_layers: ClassVar[tuple[str, ...]] = ()
+    """Layers that exchange other activations than blocks do, so that they share a pipeline stage."""
 
     @property
     def checkpoint_unused(self) -> tuple[str, ...]:
@@ -60,11 +62,6 @@ class EncoderAdapter(AdapterDefaults):
     def activation(self) -> Activation:
         """What passes between its blocks."""
         return Activation(self.out_features)
-
-    @property
-    def first_layers(self) -> tuple[str, ...]:
-        """Layers that exchange other activations than blocks do, so that they share a pipeline stage."""
-        return ()
 
     @property
     def abilities(self) -> Abilities:

@@ -42,6 +42,7 @@ class WhisperAdapter(EncoderAdapter):
 
     checkpoint_names: ClassVar = prefixes("", "encoder.", "model.encoder.")
     token_sharded: ClassVar = ("layers", "layer_norm")
+    first_layers: ClassVar = ("conv1", "conv2", "embed_positions")
 
     @classmethod
     def make(cls, request: AdapterRequest) -> WhisperAdapter:
@@ -77,11 +78,7 @@ class WhisperAdapter(EncoderAdapter):
 
     def layers(self) -> tuple[str, ...]:
         blocks = (f"layers.{i}" for i in range(self.config.encoder_layers))
-        return ("conv1", "conv2", "embed_positions", *blocks, "layer_norm")
-
-    @property
-    def first_layers(self) -> tuple[str, ...]:
-        return ("conv1", "conv2", "embed_positions")
+        return (*self.first_layers, *blocks, "layer_norm")
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return TENSOR_PARALLEL_PLAN
