@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hetmesh.data.source import Sample, check_meta, check_sample, units_left, wants
-from hetmesh.errors import RecipeError, SampleError
+from hetmesh.errors import SampleError
 from hetmesh.graph.meta_arrays import UNKNOWN, MetaArrays, PositionIds, gathered, shape_of, size_of
 from hetmesh.graph.sample import UNIT_ITEMS, UNIT_ROWS, MediaItem, SampleMeta, kinds_of
 
@@ -55,9 +55,6 @@ class Expander:
         module_rows: fills `SampleMeta.rows`, with what is left after the cut.
         position_ids: fills `SampleMeta.position_ids`; it is given the expanded and cut metadata.
         placed_rows: rows that a module emits per row of a placed item, where that is not 1.
-
-    Raises:
-        RecipeError: `seq_len` is below 1.
     """
 
     item_rows: ItemRows
@@ -65,10 +62,6 @@ class Expander:
     module_rows: ModuleRows | None = None
     position_ids: PositionIds | None = None
     placed_rows: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-
-    def __post_init__(self) -> None:
-        if self.seq_len is not None and self.seq_len < 1:
-            raise RecipeError(f"[training] seq_len = {self.seq_len} must be at least 1")
 
     def check(self, meta: SampleMeta) -> None:
         """Check that a sample can be expanded. Raises SampleError: a kind of media that no encoder reads; an item whose

@@ -43,7 +43,7 @@ class Loader:
         skip: a sample whose metadata cannot be read is drawn as `DrawnSample.unreadable`, not an error.
 
     Raises:
-        RecipeError: a batch size below 1 or an empty source.
+        RecipeError: an empty source.
     """
 
     def __init__(
@@ -59,8 +59,6 @@ class Loader:
         split: str = TRAIN,
         skip: bool = False,
     ) -> None:
-        if global_batch_size < 1:
-            raise RecipeError(f"[training] global_batch_size = {global_batch_size} must be at least 1")
         if len(source) < 1:
             raise RecipeError(f"[data] source: {type(source).__name__} is empty, need at least 1 sample")
         self.source, self.global_batch_size, self.prepare = source, global_batch_size, prepare
