@@ -215,9 +215,9 @@ class HfEncoderAdapter(PartAdapter):
     def _hollow(self, blocks: int) -> nn.Module:
         """The module with zeros that take no memory for weights, of whose blocks only the first `blocks` compute."""
         module = build_empty(self)
-        tuples: dict[type, bool] = {}
+        lengths: dict[type, int] = {}
         for name in tower_blocks(module)[blocks:]:
-            hand_on(module.get_submodule(name), tuples)
+            hand_on(module.get_submodule(name), lengths)
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:

@@ -98,9 +98,9 @@ def token_gathered(
     linears = [name for name, part in holder.named_modules() if isinstance(part, nn.Linear) and name not in found]
     whole = {name.partition(".")[0] for name in linears}
     calls: list[Any] = []
-    tuples: dict[type, bool] = {}
+    lengths: dict[type, int] = {}
     for name in (*split, *whole):
-        hand_on(holder.get_submodule(name), tuples)
+        hand_on(holder.get_submodule(name), lengths)
     handle = holder.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
     try:
         if not works(tower) or not calls:
@@ -242,15 +242,17 @@ def _shard(linear: nn.Module, dim: int, rank: int) -> nn.Module:
     return shard
 
 
-def hand_on(block: Any, tuples: dict[type, bool]) -> None:
-    """Let a block return what it gets, in a tuple if it is one that returns a tuple, which is seen by its first run.
-    `tuples`: what is known of kinds of blocks."""
+def hand_on(block: Any, lengths: dict[type, int]) -> None:
+    """Let a block return what it gets, in a tuple as long as its own if it returns one, which is seen by its first run.
+    `lengths`: what is known of kinds of blocks; 0 of one that returns no tuple."""
     own = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = (*args, *kwargs.values())[0]
-        if type(block) not in tuples:
-            tuples[type(block)] = isinstance(own(*args, **kwargs), tuple)
-        return (hidden,) if tuples[type(block)] else hidden
+        if type(block) not in lengths:
+            made = own(*args, **kwargs)
+            lengths[type(block)] = len(made) if isinstance(made, tuple) else 0
+        others = [None] * (lengths[type(block)] - 1)
+        return (hidden, *others) if lengths[type(block)] else hidden
 
     block.forward = forward
