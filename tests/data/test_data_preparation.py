@@ -381,6 +381,17 @@ def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
             ask(0)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_how_frames_are_sampled_is_said_once_and_where_the_option_is_ours_or_theirs(processors, tmp_path, nested):
+    """Both were once refused video by video, and those of `videos_kwargs` not heeded."""
+    turns, directory = watched(write_video(tmp_path / "clip.mp4").name), processors("qwen2_5_vl")
+    with_ = lambda **given: {"processor_options": {"videos_kwargs": given} if nested else given}  # noqa: E731
+    few = source_of(directory, tmp_path, turns, **with_(num_frames=4))
+    assert source_of(directory, tmp_path, turns).meta(0).media[0].rows == 10 * few.meta(0).media[0].rows
+    with pytest.raises(RecipeError, match=r"processor_options fps, num_frames: .*mutually exclusive.*; leave one out"):
+        source_of(directory, tmp_path, turns, **with_(fps=1, num_frames=4))
+
+
 def test_a_processor_that_makes_nothing_of_its_first_kind_is_refused(processors, media, tmp_path, monkeypatch):
     def blank(*_):
         raise OSError("no image of that size")
