@@ -302,6 +302,8 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     keys = {"pixel_values", "image_grid_thw"}
     meta, _ = assert_equal(source, 0, by_transformers(directory, turns, size=size), ANSWERS, keys)
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
+    older = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    assert source_of(directory, media, turns, processor_options=older).meta(0) == meta
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
     for wrong in ({"merge_size": 1}, {"patch_size": 7}):
