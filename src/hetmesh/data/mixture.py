@@ -26,10 +26,10 @@ class MixtureSource:
     in the data is one in a mixture too.
 
     Args:
-        weights: how many samples come from each source, in any unit; None: each sample once.
+        weights: how many samples come from each source, in any unit, above 0; None: each sample once.
 
     Raises:
-        RecipeError: a weight is not above 0, or vocabularies, padding or placeholders differ.
+        RecipeError: vocabularies, padding, placeholders or values differ.
     """
 
     def __init__(self, parts: Mapping[str, Source], weights: Mapping[str, float] | None = None) -> None:
@@ -37,9 +37,6 @@ class MixtureSource:
         self.names = tuple(parts)
         lengths = [len(source) for source in self.parts.values()]
         weights = dict(zip(self.names, lengths, strict=True)) if weights is None else weights
-        for name in self.names:
-            if not (weights[name] > 0 and math.isfinite(weights[name])):
-                raise RecipeError(f"{KEY} weight = {weights[name]} of {name!r}: must be above 0")
         total = sum(weights[name] for name in self.names)
         shares = [weights[name] / total for name in self.names]
         length = max(math.ceil(n / share - 1e-9) for n, share in zip(lengths, shares, strict=True))
