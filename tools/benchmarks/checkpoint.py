@@ -178,8 +178,9 @@ class Saving:
     def held(self) -> dict[str, Tensor]:
         """The tensors that this rank writes."""
         saver = self.savers["sync"]
-        entries = saver.plans.share(saver._state(*self._state()[1:]))
-        return {f"{e.index}": e.value for e in entries if isinstance(e.value, Tensor)}
+        items, planner = saver.plans.share(saver._state(*self._state()[1:]))
+        values = {f"{item.index}": planner.lookup_object(item.index) for item in items}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def loaded(self) -> Path:
         """This rank's part of what `load` reads."""
