@@ -136,6 +136,7 @@ def _measure(rank: int, recipe: Recipe, rounds: int, steps: int) -> dict[str, An
         plain.remove()
     trainer.reporter.close()
     trainer.upcoming.close()
+    dist.barrier()  # others remove files of theirs there
     if rank == 0:
         shutil.rmtree(trainer.folder, ignore_errors=True)
     return {"seconds": seconds, "bytes": sum(t.nbytes for t in saving.held().values())}
