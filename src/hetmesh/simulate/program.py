@@ -19,7 +19,6 @@ from hetmesh.simulate.timeline import (
     OPTIMIZER,
     REDUCE,
     TRANSFER,
-    rank_classes,
     target_names,
 )
 
@@ -87,9 +86,9 @@ _COLUMNS = ("kinds", "targets", "microbatches", "to", "routes", "seconds", "coll
 def program(schedule: Schedule, costs: StepCosts) -> Program:
     """The columns of `schedule` under `costs`. Raises GraphError: there is no cost for a stage and microbatch."""
     stages = schedule.stages
-    classes = rank_classes(stages, costs.lanes)
-    track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}
     apart = costs.lanes.groups if costs.lanes else {}
+    classes = stages.rank_classes(apart)
+    track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}
     groups = [
         tuple(tuple(sorted({track_of[rank] for rank in own})) for own in apart.get(stage, (ranks,)))
         for stage, ranks in zip(stages.stages, stages.ranks, strict=True)
