@@ -35,6 +35,19 @@ def coalesce(intervals: Sequence[Interval]) -> Intervals:
     return tuple(out)
 
 
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> int:
+    """How many positions two ascending lists share."""
+    shared = first = 0
+    for start, stop in a:
+        while first < len(b) and b[first][1] <= start:
+            first += 1
+        i = first
+        while i < len(b) and b[i][0] < stop:
+            shared += min(stop, b[i][1]) - max(start, b[i][0])
+            i += 1
+    return shared
+
+
 def locate(local: Sequence[Interval], wanted: Sequence[Interval]) -> Intervals:
     """Local positions of the global intervals `wanted`, each of which lies inside one interval of `local`.
 
