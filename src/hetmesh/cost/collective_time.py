@@ -49,19 +49,15 @@ def _on_nodes(ranks: tuple[int, ...], per_node: int) -> tuple[int, int, int]:
 
 
 def all_gather(size: float, ranks: Sequence[int], machine: Machine) -> float:
-    """Seconds until every rank has all `size` bytes, of which each starts with its share."""
+    """Seconds until every rank has all `size` bytes, of which each starts with its share; a reduce-scatter, until each
+    has its share of the sum of all ranks' `size` bytes, takes as long."""
     n = len(ranks)
     return link(machine, ranks).seconds(size * (n - 1) / n, n - 1) if n > 1 else 0.0
 
 
-def reduce_scatter(size: float, ranks: Sequence[int], machine: Machine) -> float:
-    """Seconds until each rank has its share of the sum of all ranks' `size` bytes."""
-    return all_gather(size, ranks, machine)
-
-
 def all_reduce(size: float, ranks: Sequence[int], machine: Machine) -> float:
     """Seconds until every rank has the sum of all ranks' `size` bytes: a reduce-scatter, then an all-gather."""
-    return reduce_scatter(size, ranks, machine) + all_gather(size, ranks, machine)
+    return 2 * all_gather(size, ranks, machine)
 
 
 def all_to_all(size: float, ranks: Sequence[int], machine: Machine) -> float:
@@ -135,4 +131,4 @@ def gradient_sum_time(
     shards, and of the all-reduce of a share over replicas. `shards`, `replicas`: the ranks of one `dp_shard` and one
     `dp_replicate` group."""
     size = elements * itemsize
-    return (reduce_scatter(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))
+    return (all_gather(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))
