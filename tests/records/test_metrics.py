@@ -38,9 +38,11 @@ def test_verbose_shows_everything(tmp_path, capsys):
         reporter.close()
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
-        "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
-        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed prepared in 500 ms waited 250 ms  "
-        "21 frames decoded of 20 needed"
+        "  samples_per_s 100  flops/vision 3 M  flops/llm 5 G  module_mfu/vision 0.01  module_mfu/llm 0.2  mfu 0.12  "
+        "imbalance/vision 1.25  memory_bytes 2 G  active_ranks 3  allocated_ranks 4  "
+        "boundary_bytes/vision->llm/forward 1 k  boundary_bytes/vision->llm/backward 500  wait_s/vision->llm 0.0123  "
+        "data/bytes_read 5.1 M  data/bytes_needed 5 M  data/bytes_read_most 3 M  data/load_s 0.5  data/wait_s 0.25  "
+        "data/frames_decoded 21  data/frames_needed 20"
     )
 
 
