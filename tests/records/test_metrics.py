@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.recipe.sections import Metrics
 from hetmesh.records.metrics import LINE_WIDTH, Measured, StepCost, StepMetrics, amount, duration, flat
 from hetmesh.records.reporter import Loggers, Reporter, require_wandb
 from hetmesh.resolve.recipe_step_model import measure_peak
@@ -33,7 +34,7 @@ def test_a_log_line_says_what_matters():
 
 def test_verbose_shows_everything(tmp_path, capsys):
     for verbose in (False, True):
-        reporter = Reporter(tmp_path, 10, rank=0, verbose=verbose)
+        reporter = Reporter(tmp_path, 10, rank=0, keys=Metrics(verbose=verbose))
         reporter.step(STEP)
         reporter.close()
     plain, verbose = capsys.readouterr().out.splitlines()
@@ -92,7 +93,7 @@ def test_amounts(value, text):
 
 
 def test_the_reporter_logs_every_nth_step_and_the_last(tmp_path, capsys):
-    reporter = Reporter(tmp_path, 7, rank=0, log_freq=3)
+    reporter = Reporter(tmp_path, 7, rank=0, keys=Metrics(log_freq=3))
     for step in range(1, 8):
         reporter.step(StepMetrics(step, 2.0, 1.0, 0.1, 5.0, 6.0, 7.0))
     reporter.close()
@@ -113,7 +114,7 @@ def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="enable_wandb = true: wandb is not installed; pip install wandb"):
         require_wandb()
     with pytest.raises(RecipeError, match="enable_wandb"):
-        Reporter(tmp_path, 7, rank=1, wandb=True)
+        Reporter(tmp_path, 7, rank=1, keys=Metrics(enable_wandb=True))
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -141,7 +142,7 @@ def test_wandb_without_a_key_stays_offline(tmp_path, monkeypatch, key):
     monkeypatch.setitem(sys.modules, "wandb", sys.modules[__name__])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("hetmesh._titan.wandb_logger", lambda: Logger)
-    loggers = Loggers(tmp_path, wandb=True, config={"a": 1})
+    loggers = Loggers(tmp_path, Metrics(enable_wandb=True), config={"a": 1})
     loggers.log({"loss": 2.0}, 5)
     loggers.close()
     expected = None if key else "offline"

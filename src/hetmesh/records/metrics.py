@@ -154,33 +154,6 @@ class StepMetrics:
                 yield f"{key} {amount(value).strip()}"
 
 
-def run_summary(
-    steps: int,
-    ranks: int,
-    seconds: float,
-    *,
-    loss: float | None,
-    cut_short: bool,
-    skipped_steps: int,
-    samples_skipped: int,
-    evaluated: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What summary.json says of training; counts of 0 are left out.
-
-    Args:
-        steps: that are done, those before a resume included.
-        seconds: that this start has trained.
-        cut_short: `on_step` has ended the run before its last step.
-    """
-    summary: dict[str, Any] = {"steps": steps, "ranks": ranks, "train_seconds": round(seconds, 3)}
-    if loss is not None:
-        summary["loss"] = loss
-    if cut_short:
-        summary["stopped_by_on_step"] = True
-    counts = {"skipped_steps": skipped_steps, "samples_skipped": samples_skipped}
-    return {**summary, **{name: count for name, count in counts.items() if count}, **evaluated}
-
-
 def amount(value: float) -> str:
     """A number with a decimal prefix: `amount(12_345_678)` is `"12.3 M"`."""
     for prefix in ("", "k", "M", "G", "T", "P"):
