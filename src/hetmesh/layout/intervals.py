@@ -17,8 +17,6 @@ Intervals = tuple[Interval, ...]
 
 def extent(intervals: Sequence[Interval]) -> int:
     """Total length."""
-    if len(intervals) == 1:
-        return intervals[0][1] - intervals[0][0]
     return sum(stop - start for start, stop in intervals)
 
 
@@ -53,12 +51,6 @@ def locate(local: Sequence[Interval], wanted: Sequence[Interval]) -> Intervals:
 
     Returns local `[start, stop)` ranges, neighbours joined, in the order of `wanted`.
     """
-    if len(local) == 1:
-        base = local[0][0]
-        if len(wanted) == 1:
-            a, b = wanted[0]
-            return ((a - base, b - base),) if a < b else ()
-        return coalesce([(a - base, b - base) for a, b in wanted])
     table, offset = [], 0
     for a, b in local:
         table.append((a, b, offset - a))
