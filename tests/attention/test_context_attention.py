@@ -24,7 +24,6 @@ class Case:
     shares: tuple
     heads: tuple
     window: int | None
-    fetch: str
     chunk: int
     seed: int
 
@@ -43,7 +42,6 @@ def random_case(seed, ranks):
         shares,
         rng.choice([(1, 1), (2, 2), (4, 2), (3, 1)]),
         rng.choice([None, None, 1, 37, 200]),
-        rng.choice(["auto", "planned", "planned", "all_gather"]),
         rng.choice([1 if mask.length < 50 else 50, 100, 128, 4096]),
         seed,
     )
@@ -84,7 +82,7 @@ def attend(rank, case, ranks):
     world = World.current()
     world.log.clear()
     shares = case.shares if len(ranks) > 1 else None
-    state = ContextAttention(case.mask, shares, ranks, name="cp", microbatch=3, fetch=case.fetch, chunk=case.chunk)
+    state = ContextAttention(case.mask, shares, ranks, name="cp", microbatch=3, chunk=case.chunk)
     at = rows_of(case.shares[ranks.index(rank)])
     *inputs, gradient = (x[:, at] for x in draw(case))
     inputs = [x.requires_grad_() for x in inputs]
@@ -119,12 +117,11 @@ def check(case, results):
         for name, mine, right in zip(("out", "dq", "dk", "dv"), found, whole, strict=True):
             error = (mine - right[:, rows_of(runs)]).norm() / max(right.norm(), 1e-3)  # one key: dq is 0
             assert error < 1e-10, f"{name} of {case}"
-    if case.fetch == "planned":
-        wanted = needed_rows(case)
-        takers = np.sum(wanted, 0)
-        for runs, mine, (_, sizes) in zip(case.shares, wanted, results, strict=True):
-            given = int(takers[rows_of(runs).numpy()].sum())
-            assert sizes == [mine.sum() * row_bytes, mine.sum() * row_bytes, given * row_bytes], case
+    wanted = needed_rows(case)
+    takers = np.sum(wanted, 0)
+    for runs, mine, (_, sizes) in zip(case.shares, wanted, results, strict=True):
+        given = int(takers[rows_of(runs).numpy()].sum())
+        assert sizes in (None, [mine.sum() * row_bytes, mine.sum() * row_bytes, given * row_bytes]), case
 
 
 @pytest.mark.slow
@@ -136,7 +133,7 @@ def test_one_process_applies_the_mask():
         inputs = [x.requires_grad_() for x in (q, k, v)]
         out = ContextAttention(case.mask)(*inputs, scale=0.3, window=case.window)
         out.backward(gradient)
-        check(dataclasses.replace(case, fetch="auto"), [([out.detach(), *(x.grad for x in inputs)], None)])
+        check(case, [([out.detach(), *(x.grad for x in inputs)], None)])
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -161,8 +158,6 @@ def test_what_does_not_fit_is_refused():
         ContextAttention(causal(11))(q, q, q)
     with pytest.raises(LayoutError, match="together the 10 positions"):
         ContextAttention(causal(10), (((0, 4),), ((5, 10),)), (0, 1))
-    with pytest.raises(LayoutError, match="fetch 'ring' is unknown"):
-        ContextAttention(causal(10), fetch="ring")
 
 
 @pytest.mark.exhaustive
@@ -182,7 +177,7 @@ def test_four_processes(pool4):
 
 @pytest.mark.slow
 def test_a_group_of_some_ranks_in_any_order(pool4):
-    cases = [dataclasses.replace(random_case(2000 + seed, 3), fetch="planned") for seed in range(8)]
+    cases = [random_case(2000 + seed, 3) for seed in range(8)]
     for case, results in zip(cases, pool4.run_many(attend, [(c, (3, 0, 2)) for c in cases]), strict=True):
         check(case, [results[rank] for rank in (3, 0, 2)])
 
@@ -192,16 +187,3 @@ def test_eight_processes(pool8):
     cases = [random_case(3000 + seed, 8) for seed in range(4)]
     for case, results in zip(cases, pool8.run_many(attend, [(c, tuple(range(8))) for c in cases]), strict=True):
         check(case, results)
-
-
-@pytest.mark.slow
-def test_both_fetches_agree(pool4):
-    cases = [dataclasses.replace(random_case(4000 + seed, 4), fetch=way) for seed in range(8) for way in FETCHES]
-    results = pool4.run_many(attend, [(case, (0, 1, 2, 3)) for case in cases])
-    for planned, gathered in zip(results[::2], results[1::2], strict=True):
-        for (mine, sizes), (other, more) in zip(planned, gathered, strict=True):
-            assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(mine, other, strict=True))
-            assert sizes[0] <= more[0]
-
-
-FETCHES = ("planned", "all_gather")

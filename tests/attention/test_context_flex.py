@@ -14,19 +14,20 @@ from hetmesh.attention.attention_plan import plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
 from hetmesh.attention.kernels import ForwardState, Running, Terms, cpu_backward, cpu_forward
 from hetmesh.context import assign, text_with_instances
+from hetmesh.layout.intervals import extent
 
 MASK = text_with_instances(520, [(30, 200), (260, 420)])
 
 
 def pieces(window, width=16):
     """Folded queries and one buffer of keys per piece of work, of the second of three ranks."""
-    plan = plan_attention(MASK, assign(MASK, 3), 1, window, 4096, False)
+    plan = plan_attention(MASK, assign(MASK, 3), 1, window, 4096)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q = draw(2, 2 * plan.rows, width)
+    q = draw(2, 2 * extent(plan.own.runs), width)
     works = [plan.own, *(chunk.work for chunk in plan.chunks)]
     sizes = [int((work.keys.stops - work.keys.starts).sum()) for work in works]
     return q, draw(*q.shape), [(work, draw(n, 2, 2, width)) for work, n in zip(works, sizes, strict=True)], plan.masks
@@ -71,9 +72,9 @@ def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
     torch._dynamo.utils.counters.clear()
     for length, rank_count in [(520, 2), (60, 2), (70, 2), (300, 3), (900, 3), (33, 2)]:
         mask = text_with_instances(length, [(3, 20)])
-        plan = plan_attention(mask, assign(mask, rank_count), 1, None, 4096, False)
+        plan = plan_attention(mask, assign(mask, rank_count), 1, None, 4096)
         generator = torch.Generator().manual_seed(0)
-        q = torch.randn(2, 2 * plan.rows, 16, generator=generator)
+        q = torch.randn(2, 2 * extent(plan.own.runs), 16, generator=generator)
         works = [
             (w, torch.randn(int((w.keys.stops - w.keys.starts).sum()), 2, 2, 16, generator=generator))
             for w in [plan.own, *(chunk.work for chunk in plan.chunks)]
@@ -99,9 +100,10 @@ def test_two_head_configurations_are_compiled_apart(monkeypatch):
     torch._dynamo.utils.counters.clear()
     for length in (300, 520, 900):
         mask = text_with_instances(length, [(3, 20)])
-        plan = plan_attention(mask, assign(mask, 2), 1, None, 4096, False)
+        plan = plan_attention(mask, assign(mask, 2), 1, None, 4096)
+        rows = extent(plan.own.runs)
         for heads, group, width in [(2, 2, 16), (1, 4, 32)]:
-            q, kv = torch.randn(heads, group * plan.rows, width), torch.randn(plan.rows, 2, heads, width)
+            q, kv = torch.randn(heads, group * rows, width), torch.randn(rows, 2, heads, width)
             for gradients in (False, True):
                 with torch.set_grad_enabled(gradients):
                     flex_forward(Running.zeros(q), q, kv, plan.own, Terms(plan.masks, 0.2, group))
@@ -110,7 +112,7 @@ def test_two_head_configurations_are_compiled_apart(monkeypatch):
 
 
 def test_block_masks_are_kept_for_as_long_as_their_plan():
-    made = [plan_attention.__wrapped__(MASK, assign(MASK, 3), i, None, 64, False) for i in range(3)] * 2
+    made = [plan_attention.__wrapped__(MASK, assign(MASK, 3), i, None, 64) for i in range(3)] * 2
     works = [work for plan in made for work in (plan.own, *(chunk.work for chunk in plan.chunks)) if work.calls]
     before = len(context_flex._block_masks)
     masks = [context_flex.block_mask(work, made[0].masks, 256, 256, torch.device("cpu")) for work in works * 8]

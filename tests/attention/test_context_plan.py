@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_contexts import random_mask, random_shares
 
-from hetmesh.attention.attention_plan import Planned, fetch_order, plan_attention, window_keys
+from hetmesh.attention.attention_plan import fetch_order, plan_attention, window_keys
 from hetmesh.context import assign, needed_keys, text_with_instances, visible
 from support.mask_families import families
 
@@ -54,14 +54,13 @@ def test_chunks_bring_what_is_needed_once_and_are_bounded():
 
 
 @pytest.mark.parametrize("window", [None, 60])
-@pytest.mark.parametrize("gathered", [False, True])
-def test_calls_cover_every_visible_pair_once(window, gathered):
+def test_calls_cover_every_visible_pair_once(window):
     for seed in range(12):
         rng = random.Random(seed)
         mask = random_mask(rng, rng.choice([40, 500]))
         shares = random_shares(rng, mask.length, 3)
         seen = seen_by(mask, window)
-        plan = plan_attention(mask, shares, 1, window, 100, gathered)
+        plan = plan_attention(mask, shares, 1, window, 100)
         count = np.zeros(seen.shape, np.int64)
         queries = np.array(rows(shares[1]), np.int64)
         for work in (plan.own, *(chunk.work for chunk in plan.chunks)):
@@ -85,7 +84,7 @@ def test_calls_cover_every_visible_pair_once(window, gathered):
 def test_few_pairs_are_computed_in_vain():
     """Blocks of one kind pay for what they see and a diagonal; tiles of 128 x 32 would pay for more."""
     mask = families(16_384)["image_bits"]
-    plan = plan_attention(mask, assign(mask, 2), 0, None, 2048, False)
+    plan = plan_attention(mask, assign(mask, 2), 0, None, 2048)
     calls = [call for work in (plan.own, *(chunk.work for chunk in plan.chunks)) for call in work.calls]
     sizes = [(b - a) * sum(d - c for c, d in call.keys) for call in calls for a, b in [call.rows]]
     masked = sum(size for size, call in zip(sizes, calls, strict=True) if call.positions)
@@ -95,8 +94,7 @@ def test_few_pairs_are_computed_in_vain():
 
 def test_a_rank_without_rows_still_serves_others():
     mask = text_with_instances(400, [(100, 300)])
-    plan = plan_attention(mask, (((0, 400),), ()), 1, None, 128, False)
-    assert (plan.rows, plan.own.calls, plan.chunks) == (0, (), ())
-    plan = plan_attention(mask, (((0, 200),), ((200, 400),)), 0, None, 128, False)
-    assert all(isinstance(chunk, Planned) for chunk in plan.chunks)
+    plan = plan_attention(mask, (((0, 400),), ()), 1, None, 128)
+    assert (plan.own.runs, plan.own.calls, plan.chunks) == ((), (), ())
+    plan = plan_attention(mask, (((0, 200),), ((200, 400),)), 0, None, 128)
     assert sum(b - a for chunk in plan.chunks for a, b in chunk.places) == 200

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hetmesh._torch_compat import fake_process_group
-from hetmesh.cost import LayerShape, WeightShape, Work, activation_bytes
+from hetmesh.cost import LayerOptions, LayerShape, WeightShape, Work, activation_bytes
 from hetmesh.cost.activations import backward_bytes
 from hetmesh.models import AdapterRequest
 from hetmesh.models.module_shape import module_shape
@@ -27,6 +27,7 @@ from hetmesh.parallel.gradient_sums import local_part
 
 BATCH, LENGTH = 4, 64
 WORK = Work(BATCH * LENGTH, BATCH * LENGTH**2, 40)
+FLOAT32 = LayerOptions("float32", upstream=True)
 
 
 def saved_bytes(module, run, inside=lambda pack: None):
@@ -107,7 +108,7 @@ def test_a_block_keeps_what_autograd_saves(make, trainable):
     shape = replace(shape, weights=tuple(replace(w, trainable=trainable) for w in shape.weights))
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **(kwargs[0] if kwargs else {})))
-    predicted = activation_bytes(shape, Work(BATCH * LENGTH // shape.tokens_per_row), 4, upstream=True)
+    predicted = activation_bytes(shape, Work(BATCH * LENGTH // shape.tokens_per_row), FLOAT32)
     assert predicted == pytest.approx(saved, rel=0.1)
 
 
@@ -124,7 +125,9 @@ def test_key_heads_that_several_query_heads_read_are_not_copied(adapter_class, d
     cos = torch.randn(BATCH, LENGTH, 64, dtype=dtype)
     held = nn.ParameterList([*module.parameters(), nn.Parameter(cos)])  # the angles are all layers'
     saved = saved_bytes(held, lambda: module.model.layers[0](x, None, position_embeddings=(cos, cos)))
-    assert activation_bytes(shape, WORK, dtype.itemsize, upstream=True) == pytest.approx(saved, rel=0.02)
+    assert activation_bytes(shape, WORK, LayerOptions(str(dtype).removeprefix("torch."), True)) == pytest.approx(
+        saved, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("adapter_class", [Qwen3Adapter, LlamaAdapter])
@@ -139,7 +142,7 @@ def test_ranks_that_share_two_key_heads_keep_a_whole_one_each(adapter_class, tp)
         apply_tensor_parallel(module, init_device_mesh("cpu", (tp,)), adapter.tensor_parallel_plan())
         held = nn.ParameterList(nn.Parameter(local_part(p)) for p in module.parameters())
         saved = saved_bytes(held, lambda: module.model.layers[0](x, None, position_embeddings=(cos, cos)))
-    assert activation_bytes(shape, WORK, 4, upstream=True, tp=tp) == pytest.approx(saved, rel=0.1)
+    assert activation_bytes(shape, WORK, replace(FLOAT32, group=tuple(range(tp)))) == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -182,24 +185,26 @@ def test_under_sequence_parallelism_only_shares_are_kept_of_what_was_gathered(mo
             monkeypatch.setattr(sequence_parallel._Gathered, "pack", packed)
 
         saved = saved_bytes(held, lambda: block(x, None, position_embeddings=(cos, cos)), inside)
-    flags = {"upstream": True, "tp": ranks, "sequence_parallel": True, "compiled": backend is not None}
-    assert activation_bytes(shape, Work(rows), dtype.itemsize, **flags) == pytest.approx(saved, rel=0.03)
+    how = LayerOptions(str(dtype).removeprefix("torch."), True, group=tuple(range(ranks)), sequence_parallel=True)
+    how = replace(how, compiled=backend is not None)
+    assert activation_bytes(shape, Work(rows), how) == pytest.approx(saved, rel=0.03)
 
 
 def test_a_frozen_layer_with_nothing_trainable_before_it_keeps_nothing():
     layer = LayerShape("l", (WeightShape("l.w", (8, 4), 1, False),), 8)
-    assert activation_bytes(layer, WORK, 4, upstream=False) == 0
-    assert activation_bytes(layer, WORK, 4, upstream=True) > 0
+    assert activation_bytes(layer, WORK, replace(FLOAT32, upstream=False)) == 0
+    assert activation_bytes(layer, WORK, FLOAT32) > 0
 
 
 def test_full_recomputation_keeps_the_input_alone():
     layer = LayerShape("l", (WeightShape("l.up.w", (32, 4), 1), WeightShape("l.down.w", (4, 32), 1)))
-    assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True) == 2 * WORK.rows * 4
+    again, cast = (LayerOptions("bfloat16", True, recompute=True, autocast=flag) for flag in (False, True))
+    assert activation_bytes(layer, WORK, again) == 2 * WORK.rows * 4
     # autocast leaves what lies between blocks in fp32
-    assert activation_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=True) == 4 * WORK.rows * 4
+    assert activation_bytes(layer, WORK, cast) == 4 * WORK.rows * 4
     # and casts each weight anew
-    again = [backward_bytes(layer, WORK, 2, upstream=True, recompute=True, autocast=cast) for cast in (False, True)]
-    assert again[1] - again[0] == 2 * 2 * 32 * 4 - 2 * WORK.rows * 4
+    more = backward_bytes(layer, WORK, cast) - backward_bytes(layer, WORK, again)
+    assert more == 2 * 2 * 32 * 4 - 2 * WORK.rows * 4
 
 
 def test_a_block_with_low_rank_adapters_keeps_what_autograd_saves():
@@ -213,4 +218,4 @@ def test_a_block_with_low_rank_adapters_keeps_what_autograd_saves():
     shape = next(layer for layer in module_shape("llm", adapter, module).layers if "layers" in layer.name)
     x = torch.randn(BATCH, LENGTH, 96, requires_grad=True)
     saved = saved_bytes(module, lambda: block(x, *args, **kwargs))
-    assert activation_bytes(shape, WORK, 4, upstream=True) == pytest.approx(saved, rel=0.1)
+    assert activation_bytes(shape, WORK, FLOAT32) == pytest.approx(saved, rel=0.1)

@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from hetmesh.cost import LayerShape, ModuleShape, Rates, WeightShape, Work, layer_flops, layer_time, load_machine
+from hetmesh.cost import (
+    LayerOptions,
+    LayerShape,
+    ModuleShape,
+    Rates,
+    WeightShape,
+    Work,
+    layer_flops,
+    layer_time,
+    load_machine,
+)
 from hetmesh.cost.collective_time import all_to_all, tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time, reached_share
 from hetmesh.cost.shapes import expert_share
@@ -41,9 +51,9 @@ def test_tensor_parallel_ranks_share_each_expert():
     one, two = (layer_time(block(), Work(10), rates, upstream=True, tp=tp).forward for tp in (1, 2))
     router = 10 * 2 * EXPERTS * FEATURES
     assert two - router == pytest.approx((one - router) / 2)
-    sums = tensor_parallel_time(block(), Work(10), range(2), MACHINE, itemsize=4, upstream=True)
+    sums = tensor_parallel_time(block(), Work(10), LayerOptions("float32", True, group=(0, 1)), MACHINE)
     narrow = LayerShape("mlp", (WeightShape("down", (FEATURES, 5), 1, tp_dim=1),))
-    assert sums == tensor_parallel_time(narrow, Work(10), range(2), MACHINE, itemsize=4, upstream=True)
+    assert sums == tensor_parallel_time(narrow, Work(10), LayerOptions("float32", True, group=(0, 1)), MACHINE)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -60,14 +70,18 @@ def test_the_exchange_brings_each_token_once_to_each_other_rank_of_its_experts()
     rows = 100 * 3 * reached_share(EXPERTS, CHOSEN, 4)  # of the three others, all of which have as many
     weights, features = 4 * CHOSEN, 4 * FEATURES
     numbers = 3 * 8 * (1 + 2)
-    time = exchange_time(block(), Work(100), range(4), machine, itemsize=4, upstream=True)
+    time = exchange_time(block(), Work(100), LayerOptions("float32", True, experts=(0, 1, 2, 3)), machine)
     assert time.forward == pytest.approx((numbers + rows * (2 * features + weights + 2 * CHOSEN)) / 100)
     assert time.backward == pytest.approx(rows * (2 * features + weights) / 100)
-    alone = exchange_time(block(), Work(100), [0], machine, itemsize=4, upstream=True)
+    alone = exchange_time(block(), Work(100), LayerOptions("float32", True, experts=(0,)), machine)
     assert alone.forward == alone.backward == 0
-    frozen = exchange_time(block(False, False), Work(100), range(4), machine, itemsize=4, upstream=False)
+    frozen = exchange_time(
+        block(False, False), Work(100), LayerOptions("float32", False, experts=(0, 1, 2, 3)), machine
+    )
     assert (frozen.forward, frozen.backward) == (time.forward, 0)
-    no_inputs = exchange_time(block(True, False), Work(100), range(4), machine, itemsize=4, upstream=False)
+    no_inputs = exchange_time(
+        block(True, False), Work(100), LayerOptions("float32", False, experts=(0, 1, 2, 3)), machine
+    )
     assert no_inputs.backward == pytest.approx(rows * features / 100)
 
 

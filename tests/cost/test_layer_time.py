@@ -1,6 +1,7 @@
 """Seconds of a layer: the rule of what is frozen, on shapes and against what torch runs (FLOPs, exactly)."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from analysis.stage_counts import frozen_blind
 from hetmesh.cost import (
+    LayerOptions,
     LayerShape,
     LayerTime,
     Machine,
@@ -79,10 +81,12 @@ def test_sequence_parallelism_splits_norms_and_what_lies_between():
     flags = {"upstream": True, "tp": 4}
     one, split = (layer_time(block, WORK, RATES, **flags, sequence_parallel=each).forward for each in (False, True))
     assert one - split == pytest.approx(4 * 2 * 32 * 24 * 3 / 4 / 1e9)
-    kept, less = (activation_bytes(block, WORK, 4, **flags, sequence_parallel=each) for each in (False, True))
+    how = LayerOptions("float32", True, group=(0, 1, 2, 3))
+    shares = replace(how, sequence_parallel=True)
+    kept, less = (activation_bytes(block, WORK, each) for each in (how, shares))
     # what the norm keeps of its input, what was gathered of its result, and the MLP's sum
     assert kept - less == 4 * 32 * 3 * 24 * 3 / 4
-    assert activation_bytes(block, WORK, 4, **flags, recompute=True, sequence_parallel=True) == 4 * 32 * 24 / 4
+    assert activation_bytes(block, WORK, replace(shares, recompute=True)) == 4 * 32 * 24 / 4
 
 
 def test_an_attention_that_is_not_split_keeps_and_gathers_all_rows_under_sequence_parallelism():
@@ -92,14 +96,12 @@ def test_an_attention_that_is_not_split_keeps_and_gathers_all_rows_under_sequenc
         WeightShape("l.mlp.up.weight", (48, 24), 1, tp_dim=0),
         WeightShape("l.mlp.down.weight", (24, 48), 1, tp_dim=1),
     )
-    block, flags = LayerShape("l", weights, 24), {"upstream": True}
-    kept, less = (activation_bytes(block, WORK, 4, **flags, tp=4, sequence_parallel=each) for each in (False, True))
+    block, how = LayerShape("l", weights, 24), LayerOptions("float32", True, group=(0, 1, 2, 3))
+    shares = replace(how, sequence_parallel=True)
+    kept, less = (activation_bytes(block, WORK, each) for each in (how, shares))
     assert kept - less == 4 * 32 * (24 + 24 + 24) * 3 / 4  # what the two sums make, and what the MLP gathers
     machine = Machine("m", "", node_bandwidth=1e9)
-    one, split = (
-        tensor_parallel_time(block, WORK, range(4), machine, itemsize=4, sequence_parallel=each, **flags)
-        for each in (False, True)
-    )
+    one, split = (tensor_parallel_time(block, WORK, each, machine) for each in (how, shares))
     assert split.forward / one.forward == split.backward / one.backward == 1.5
 
 

@@ -11,6 +11,7 @@ import pytest
 from hetmesh.api import run_recipe
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.recipe.sections import Metrics
 from hetmesh.records import dump_folder
 from hetmesh.records.checkpoint_folders import COMPLETE
 from hetmesh.records.dump_folder import claim_folder
@@ -318,7 +319,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 
 def test_a_run_goes_on_without_a_log_that_cannot_be_written(tmp_path, monkeypatch, capfd):
-    reporter = Reporter(tmp_path / "run", 9, rank=0, log_freq=1)
+    reporter = Reporter(tmp_path / "run", 9, rank=0, keys=Metrics(log_freq=1))
     with open("/dev/full", "w") as full_disk:
         monkeypatch.setattr("sys.stdout", full_disk)
         log_some(reporter)
@@ -343,7 +344,7 @@ def log_some(reporter):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_under_tensorboard_is_named(tmp_path):
-    reporter = Reporter(tmp_path, 9, rank=0, log_freq=1, tensorboard=True)
+    reporter = Reporter(tmp_path, 9, rank=0, keys=Metrics(log_freq=1, enable_tensorboard=True))
     (file,) = (tmp_path / "tensorboard").iterdir()
     file.unlink()
     file.symlink_to("/dev/full")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.recipe.sections import Metrics
 from hetmesh.records.metrics import LINE_WIDTH, Measured, StepCost, StepMetrics, amount, duration, flat
 from hetmesh.records.reporter import Loggers, Reporter, require_wandb
 from hetmesh.resolve.recipe_step_model import measure_peak
@@ -33,14 +34,16 @@ def test_a_log_line_says_what_matters():
 
 def test_verbose_shows_everything(tmp_path, capsys):
     for verbose in (False, True):
-        reporter = Reporter(tmp_path, 10, rank=0, verbose=verbose)
+        reporter = Reporter(tmp_path, 10, rank=0, keys=Metrics(verbose=verbose))
         reporter.step(STEP)
         reporter.close()
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
-        "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
-        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed prepared in 500 ms waited 250 ms  "
-        "21 frames decoded of 20 needed"
+        "  samples_per_s 100  flops/vision 3 M  flops/llm 5 G  module_mfu/vision 0.01  module_mfu/llm 0.2  mfu 0.12  "
+        "imbalance/vision 1.25  memory_bytes 2 G  active_ranks 3  allocated_ranks 4  "
+        "boundary_bytes/vision->llm/forward 1 k  boundary_bytes/vision->llm/backward 500  wait_s/vision->llm 0.0123  "
+        "data/bytes_read 5.1 M  data/bytes_needed 5 M  data/bytes_read_most 3 M  data/load_s 0.5  data/wait_s 0.25  "
+        "data/frames_decoded 21  data/frames_needed 20"
     )
 
 
@@ -90,7 +93,7 @@ def test_amounts(value, text):
 
 
 def test_the_reporter_logs_every_nth_step_and_the_last(tmp_path, capsys):
-    reporter = Reporter(tmp_path, 7, rank=0, log_freq=3)
+    reporter = Reporter(tmp_path, 7, rank=0, keys=Metrics(log_freq=3))
     for step in range(1, 8):
         reporter.step(StepMetrics(step, 2.0, 1.0, 0.1, 5.0, 6.0, 7.0))
     reporter.close()
@@ -111,7 +114,7 @@ def test_wandb_that_is_not_installed_is_a_clear_error(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="enable_wandb = true: wandb is not installed; pip install wandb"):
         require_wandb()
     with pytest.raises(RecipeError, match="enable_wandb"):
-        Reporter(tmp_path, 7, rank=1, wandb=True)
+        Reporter(tmp_path, 7, rank=1, keys=Metrics(enable_wandb=True))
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -139,7 +142,7 @@ def test_wandb_without_a_key_stays_offline(tmp_path, monkeypatch, key):
     monkeypatch.setitem(sys.modules, "wandb", sys.modules[__name__])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("hetmesh._titan.wandb_logger", lambda: Logger)
-    loggers = Loggers(tmp_path, wandb=True, config={"a": 1})
+    loggers = Loggers(tmp_path, Metrics(enable_wandb=True), config={"a": 1})
     loggers.log({"loss": 2.0}, 5)
     loggers.close()
     expected = None if key else "offline"

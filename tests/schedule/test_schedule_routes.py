@@ -16,7 +16,7 @@ from hetmesh.schedule import (
     one_f_one_b,
     sequential,
 )
-from hetmesh.schedule.list_schedule import _ranks_apart, caps_by_distance
+from hetmesh.schedule.list_schedule import caps_by_distance
 from hetmesh.schedule.sequential import one_by_one
 from support.random_routes import routes
 
@@ -70,7 +70,8 @@ def graphs(draw):
 
 @given(graphs())
 def test_stages_wait_for_the_same_rank_where_they_share_any(stages):
-    apart = _ranks_apart(stages)
+    classes = stages.rank_classes()
+    apart = {stage: [ranks[0] for ranks, held in classes if i in held] for i, stage in enumerate(stages.stages)}
     for stage in stages.stages:
         ranks = set(stages.ranks_of(stage))
         assert set(apart[stage]) <= ranks

@@ -15,7 +15,6 @@ from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import BoundarySpec, ModuleGraph, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, validate
 from hetmesh.simulate import CLASSES, Timeline, bubble_spans, bubbles, simulate
-from hetmesh.simulate.timeline import rank_classes
 from support.random_routes import routes
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)  # exact in binary: sums have no rounding
@@ -244,7 +243,7 @@ def test_json_and_back(case):
 @settings(max_examples=25)
 @given(stages=stage_graphs())
 def test_rank_classes_hold_what_their_ranks_hold(stages):
-    classes = rank_classes(stages)
+    classes = stages.rank_classes()
     assert sorted(rank for ranks, _ in classes for rank in ranks) == sorted(
         {r for ranks in stages.ranks for r in ranks}
     )

@@ -7,7 +7,7 @@ import pytest
 
 from hetmesh.attention.attention_plan import fetch_order, plan_attention
 from hetmesh.balance import edge_layouts, plan_batch
-from hetmesh.cost import Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
+from hetmesh.cost import LayerOptions, Machine, Profile, Rates, Work, activation_bytes, layer_time, load_machine
 from hetmesh.cost.expert_costs import exchange_time
 from hetmesh.data.loader import Loader
 from hetmesh.errors import HetmeshError
@@ -20,7 +20,7 @@ from hetmesh.resolve.recipe_step_model import recipe_step_model
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import LayerCosts, StepModel, rank_work
-from hetmesh.simulate.layer_costs import PARTS, How
+from hetmesh.simulate.layer_costs import PARTS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MACHINE = Machine("test", "", {"float32": 1e9}, memory_bandwidth=1e10, node_bandwidth=1e9, efficiency=1.0)
@@ -65,7 +65,7 @@ def test_context_parallel_ranks_share_tokens_targets_and_entries():
             taken = fetch_order(mask, shares, None, 256)
             assert [r.fetched for r in ranks] == [sum(extent(chunk[i]) for chunk in taken) for i in range(2)]
             for i, rank in enumerate(ranks):
-                attention = plan_attention(mask, shares, i, None, 256, False)
+                attention = plan_attention(mask, shares, i, None, 256)
                 calls = [c for work in (attention.own, *(chunk.work for chunk in attention.chunks)) for c in work.calls]
                 computed = sum((c.rows[1] - c.rows[0]) * extent(c.keys) for c in calls)
                 assert rank.work.pairs == 2 * computed
@@ -157,12 +157,12 @@ def test_coefficients_are_what_layers_cost():
     known, work = LayerCosts(machine), Work(700, 90_000, 33)
     for layer in shapes["llm"].layers:
         for upstream, again in ((False, False), (True, False), (True, True)):
-            how = How("float32", 4, upstream, again, (0, 1))
+            how = LayerOptions("float32", upstream, again, (0, 1))
             made = dict(zip(PARTS, (1, work.rows, work.pairs, work.targets) @ known.of(layer, how), strict=True))
             time = layer_time(layer, work, Rates.of(machine, "float32"), upstream=upstream, tp=2, recompute=again)
             for part in ("forward", "backward_input", "backward_weight", "recompute"):
                 assert made[part] == pytest.approx(getattr(time, part), rel=1e-6, abs=1e-12)
-            kept = activation_bytes(layer, work, 4, upstream=upstream, tp=2, recompute=again)
+            kept = activation_bytes(layer, work, how)
             assert made["kept"] == pytest.approx(kept, abs=3)
 
 
@@ -175,7 +175,7 @@ def test_tokens_travel_between_ranks_with_different_experts():
     blocks = [layer for layer in shapes["llm"].layers if layer.expert_weights]
     assert len(blocks) == 3
     rows = max(rank.work.rows for rank in rank_work(plan, "llm", 0))
-    each = exchange_time(blocks[0], Work(rows), (2, 3), MACHINE, itemsize=4, upstream=True)
+    each = exchange_time(blocks[0], Work(rows), LayerOptions("float32", True, experts=(2, 3)), MACHINE)
     assert spread.collectives_forward == pytest.approx(3 * each.forward, rel=1e-6)
     assert spread.collectives_backward == pytest.approx(3 * each.backward, rel=1e-6)
     assert spread_costs.reduce[LLM] < alone_costs.reduce[LLM], "no gradients of experts are summed over replicas"

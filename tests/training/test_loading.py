@@ -82,7 +82,7 @@ def test_training_is_the_same_with_workers_which_are_forked_from_one_thread(star
     ]
     assert [[line[key] for key in kept] for line in lines[0]] == [[line[key] for key in kept] for line in lines[1]]
     assert all(line["data"]["wait_s"] > 0 for run in lines for line in run)
-    assert all(" needed prepared in " in out for out, _ in outputs)
+    assert all("  data/load_s " in out for out, _ in outputs)
     summaries = [json.loads((tmp_path / n / "summary.json").read_text()) for n in ("0", "2")]
     assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
 

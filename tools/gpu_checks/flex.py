@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpu_checks.found import Found, Place
-from hetmesh.attention.attention_plan import AttentionPlan, Planned, plan_attention
+from hetmesh.attention.attention_plan import AttentionPlan, plan_attention
 from hetmesh.attention.flex import flex_backward, flex_forward
 from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold
 from hetmesh.attention.key_blocks import KernelCalls
@@ -145,13 +145,10 @@ class Case:
 def pieces_of(mask: Mask, window: int | None) -> tuple[AttentionPlan, Tensor, list[Piece]]:
     """The plan of the second of three ranks, its rows, and each buffer of keys."""
     shares = assign(mask, 3)
-    plan = plan_attention(mask, shares, 1, window, 4096, False)
+    plan = plan_attention(mask, shares, 1, window, 4096)
     rows = positions(shares[1])
-    pieces = [Piece(rows, plan.own)]
-    for chunk in plan.chunks:
-        assert isinstance(chunk, Planned)
-        pieces.append(Piece(positions(chunk.taken.intervals[1]), chunk.work))
-    return plan, rows, pieces
+    pieces = [Piece(positions(chunk.taken.intervals[1]), chunk.work) for chunk in plan.chunks]
+    return plan, rows, [Piece(rows, plan.own), *pieces]
 
 
 def positions(runs: Intervals) -> Tensor:

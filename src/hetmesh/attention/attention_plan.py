@@ -19,10 +19,6 @@ from hetmesh.context.token_owners import cut_out
 from hetmesh.layout import Intervals, RowSplit
 from hetmesh.layout.intervals import coalesce, extent
 
-_NEARLY_ALL = 0.9
-"""Share of all rows of others from which on gathering is preferred, where collectives are fast. On gloo it never is:
-with 2 and 4 ranks that need everything, planned pieces took 0.45 to 0.8 of the time (1.4 for two ranks of 256 rows)."""
-
 
 @dataclass(frozen=True, eq=False)
 class Planned:
@@ -42,48 +38,32 @@ class Planned:
 
 
 @dataclass(frozen=True, eq=False)
-class Gathered:
-    """Keys that all ranks give to all: local rows [start, start + rows) of each, padded. `work`: what this rank
-    computes on the buffer of all of them, rank by rank; its own are left out."""
-
-    start: int
-    rows: int
-    work: KernelCalls
-
-
-@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """One rank's part of attention. `chunks`: of keys of other ranks, in the order in which every rank goes through
     them."""
 
     shares: RowSplit
-    rows: int
     own: KernelCalls
-    chunks: tuple[Planned | Gathered, ...]
+    chunks: tuple[Planned, ...]
     masks: PartialMasks
 
 
 @lru_cache(maxsize=64)
 def plan_attention(
-    mask: Mask, shares: tuple[Intervals, ...], coordinate: int, window: int | None, chunk: int, gathered: bool
+    mask: Mask, shares: tuple[Intervals, ...], coordinate: int, window: int | None, chunk: int
 ) -> AttentionPlan:
     """The plan of one coordinate of a context-parallel group. Cached: layers share it.
 
     Args:
         window: a query at i sees a key at j only if |i - j| < window.
         chunk: key rows of others that a rank receives, or of its own that it sends, at a time.
-        gathered: give all keys to all ranks, instead of what each one needs.
     """
     runs = coalesce(shares[coordinate])
     blocks = Blocks.make(mask, runs, window)
     held = Buffer.of(runs)
-    chunks: tuple[Planned | Gathered, ...]
-    if gathered:
-        chunks = _gathered(shares, coordinate, blocks, chunk)
-    else:
-        order = fetch_order(mask, shares, window, chunk)
-        chunks = tuple(_planned(taken, shares, coordinate, blocks) for taken in order)
-    return AttentionPlan(RowSplit(0, shares), extent(runs), blocks.work(held), chunks, PartialMasks(mask, window))
+    order = fetch_order(mask, shares, window, chunk)
+    chunks = tuple(_planned(taken, shares, coordinate, blocks) for taken in order)
+    return AttentionPlan(RowSplit(0, shares), blocks.work(held), chunks, PartialMasks(mask, window))
 
 
 @lru_cache(maxsize=64)
@@ -131,13 +111,6 @@ def window_keys(mask: Mask, runs: Intervals, window: int | None, block: int = BL
     return tuple(zip(low.tolist(), np.minimum(high, mask.length).tolist(), strict=True))
 
 
-def prefers_gathering(mask: Mask, shares: tuple[Intervals, ...], window: int | None, chunk: int) -> bool:
-    """Whether the rank that takes most needs so much that giving all to all brings hardly more."""
-    taken = fetch_order(mask, shares, window, chunk)
-    most = max((sum(extent(chunk[r]) for chunk in taken) for r in range(len(shares))), default=0)
-    return most > _NEARLY_ALL * (len(shares) - 1) * max(map(extent, shares))
-
-
 def _owners(shares: tuple[Intervals, ...]) -> Buffer:
     """All runs with their coordinate in the place of a row."""
     counts = [len(runs) for runs in shares]
@@ -166,26 +139,3 @@ def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordi
         Buffer.of(shares[coordinate]).places(served[coordinate]),
         blocks.work(Buffer.of(taken[coordinate])),
     )
-
-
-def _gathered(shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks, chunk: int) -> tuple[Gathered, ...]:
-    longest = max(map(extent, shares))
-    step = max(1, chunk // len(shares))
-    return tuple(
-        Gathered(start, rows, blocks.work(_all_of(shares, coordinate, start, rows)))
-        for start in range(0, longest if len(shares) > 1 else 0, step)
-        for rows in [min(step, longest - start)]
-    )
-
-
-def _all_of(shares: tuple[Intervals, ...], coordinate: int, start: int, rows: int) -> Buffer:
-    """Local rows [start, start + rows) of all coordinates but one, in a buffer of all of them."""
-    runs: list[tuple[int, int]] = []
-    at: list[int] = []
-    for other, share in enumerate(shares):
-        row = other * rows
-        for a, b in cut_out(share, start, start + rows) if other != coordinate else ():
-            runs.append((a, b))
-            at.append(row)
-            row += b - a
-    return Buffer.at(tuple(runs), np.array(at, np.int64))

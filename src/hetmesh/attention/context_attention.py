@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetmesh.attention.attention_plan import AttentionPlan, Gathered, Planned, plan_attention, prefers_gathering
+from hetmesh.attention.attention_plan import AttentionPlan, plan_attention
 from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
 from hetmesh.attention.flex import FLEX, flex_backward, flex_forward
 from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold, unfold
@@ -27,9 +27,6 @@ from hetmesh.errors import BoundaryError, LayoutError
 from hetmesh.layout import Intervals, MeshSpec
 from hetmesh.layout.intervals import extent
 
-Fetch = Literal["auto", "planned", "all_gather"]
-"""How keys and values come: what each rank needs, everything, or the cheaper of the two."""
-
 
 class ContextAttention:
     """Attention over one sequence: the mask, who keeps which rows, and how to reach them. One per microbatch.
@@ -40,13 +37,11 @@ class ContextAttention:
         ranks: of the group, in the order of `shares`.
         name: of the traffic in the communication log, such as "llm cp attention"; keys and values are logged under it,
             their gradients under it and " gradients".
-        fetch: `auto`, `planned` or `all_gather`; equal on all ranks. `all_gather` needs the group of `ranks`, which
-            must exist (a DeviceMesh with this axis makes it) or be made here by all ranks of the job.
         chunk: key rows of other ranks that are computed at a time, while three times as many are on their way; by
             default a quarter of a rank's mean rows, from 256 to 2048.
 
     Raises:
-        LayoutError: shares do not fit the ranks, or are not the sequence, once; an unknown `fetch`.
+        LayoutError: shares do not fit the ranks, or are not the sequence, once.
         BoundaryError: this rank is not in the group.
     """
 
@@ -58,10 +53,9 @@ class ContextAttention:
         *,
         name: str = "cp attention",
         microbatch: int = 0,
-        fetch: Fetch = "auto",
         chunk: int | None = None,
     ) -> None:
-        self.mask, self.name, self.fetch = mask, name, fetch
+        self.mask, self.name = mask, name
         self.shares = (((0, mask.length),),) if shares is None else tuple(tuple(runs) for runs in shares)
         mean = mask.length // max(len(self.shares), 1)
         self.chunk = chunk_rows(mean) if chunk is None else chunk
@@ -82,8 +76,6 @@ class ContextAttention:
                 f"{self.name}: {len(self.shares)} shares must be those of as many ranks, got {list(ranks)}, and "
                 f"together the {self.mask.length} positions, each once; the chunk must be positive, got {self.chunk}"
             )
-        if self.fetch not in ("auto", "planned", "all_gather"):
-            raise LayoutError(f"{self.name}: fetch {self.fetch!r} is unknown; valid are auto, planned, all_gather")
 
     @property
     def rows(self) -> int:
@@ -92,13 +84,7 @@ class ContextAttention:
 
     def plan(self, window: int | None = None) -> AttentionPlan:
         """What this rank computes and fetches, in every layer with this window."""
-        gathered = self.fetch == "all_gather" or (
-            self.fetch == "auto"
-            and self.wires is not None
-            and "nccl" in self.wires.world.backend.link
-            and prefers_gathering(self.mask, self.shares, window, self.chunk)
-        )
-        return plan_attention(self.mask, self.shares, self.coordinate, window, self.chunk, gathered)
+        return plan_attention(self.mask, self.shares, self.coordinate, window, self.chunk)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
@@ -203,13 +189,6 @@ def _stacked(k: Tensor, v: Tensor) -> Tensor:
 def _collect(dkv: Tensor, plan: AttentionPlan, number: int, returning: Finish) -> None:
     """Add the gradients of own rows that other ranks used."""
     came, at = returning(), 0
-    for a, b in own_rows(plan.chunks[number], plan.rows):
+    for a, b in plan.chunks[number].places:
         dkv[a:b] += came[at : at + b - a]
         at += b - a
-
-
-def own_rows(chunk: Planned | Gathered, rows: int) -> Intervals:
-    """The local rows whose gradients come back from a chunk."""
-    if isinstance(chunk, Planned):
-        return chunk.places
-    return ((chunk.start, min(chunk.start + chunk.rows, rows)),) if chunk.start < rows else ()

@@ -1,7 +1,7 @@
-"""How keys and values of other ranks come, and how their gradients go back: planned pieces, or gathered wholes.
+"""How keys and values of other ranks come, and how their gradients go back.
 
-A planned chunk is one `Exchange`: its plan says which rows each rank takes from whom, and the transposed plan brings
-the gradients back and sums those of rows that several ranks took, in the order of the ranks.
+A chunk is one `Exchange`: its plan says which rows each rank takes from whom, and the transposed plan brings the
+gradients back and sums those of rows that several ranks took, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh._torch_compat import all_gather_single, reduce_scatter_single
-from hetmesh.attention.attention_plan import Gathered, Planned
+from hetmesh.attention.attention_plan import Planned
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.boundary.process_groups import context_channel
 from hetmesh.errors import BoundaryError
@@ -57,36 +55,24 @@ class Wires:
         """Of their messages, where the job has made one; else None, which stands for the group of all ranks."""
         return self.world.channel(context_channel(self.mesh.ranks))
 
-    def group(self) -> dist.ProcessGroup:
-        """Of the ranks in the order of the coordinates."""
-        group = self.channel() or self.world.group(self.mesh.ranks)
-        assert group is not None
-        return group
-
 
 def fetch(
     wires: Wires,
     shares: RowSplit,
-    chunk: Planned | Gathered,
+    chunk: Planned,
     number: int,
     kv: Tensor,
     direction: Literal["forward", "backward"],
 ) -> Finish:
     """Start to bring chunk `number`; `kv` is this rank's `[rows, 2, key heads, features]`."""
-    label = wires.label(direction)
-    if isinstance(chunk, Gathered):
-        return _all_gather(wires, chunk, kv, label)
     plan, _ = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *kv.shape[1:]))
-    return _exchange(wires, plan, kv, label, _FIRST_TAG + 2 * number)
+    return _exchange(wires, plan, kv, wires.label(direction), _FIRST_TAG + 2 * number)
 
 
-def give_back(wires: Wires, shares: RowSplit, chunk: Planned | Gathered, number: int, gradient: Tensor) -> Finish:
-    """Start to send the gradient of a buffer to the owners of its rows; what comes belongs to `own_rows(chunk)`."""
-    label = wires.label("backward", " gradients")
-    if isinstance(chunk, Gathered):
-        return _reduce_scatter(wires, chunk, gradient, label)
+def give_back(wires: Wires, shares: RowSplit, chunk: Planned, number: int, gradient: Tensor) -> Finish:
+    """Start to send the gradient of a buffer to the owners of its rows; what comes belongs to `chunk.places`."""
     _, back = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *gradient.shape[1:]))
-    return _exchange(wires, back, gradient, label, _FIRST_TAG + 2 * number + 1)
+    return _exchange(wires, back, gradient, wires.label("backward", " gradients"), _FIRST_TAG + 2 * number + 1)
 
 
 def _exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int) -> Finish:
@@ -110,33 +96,3 @@ def _plans(
     """There, and back to the rows that were taken from each rank, not to all that it has."""
     dst = Layout(mesh, (taken,))
     return plan_transfer(shape, Layout(mesh, (shares,)), dst), plan_gradient(shape, dst, Layout(mesh, (served,)))
-
-
-def _all_gather(wires: Wires, chunk: Gathered, kv: Tensor, label: Label) -> Finish:
-    ranks = wires.mesh.size
-    part = kv[chunk.start : chunk.start + chunk.rows]
-    if len(part) < chunk.rows:
-        part = torch.cat([part, part.new_zeros(chunk.rows - len(part), *kv.shape[1:])])
-    whole = kv.new_empty(ranks * chunk.rows, *kv.shape[1:])
-    work = all_gather_single(whole, part, group=wires.group(), async_op=True)
-    wires.world.log.add(label, "received", None, whole.nbytes // ranks * (ranks - 1), "all_gather")
-    return _finish(wires, work, whole, label)
-
-
-def _reduce_scatter(wires: Wires, chunk: Gathered, gradient: Tensor, label: Label) -> Finish:
-    share = gradient.new_empty(chunk.rows, *gradient.shape[1:])
-    work = reduce_scatter_single(share, gradient, group=wires.group(), async_op=True)
-    wires.world.log.add(label, "received", None, share.nbytes * (wires.mesh.size - 1), "reduce_scatter")
-    return _finish(wires, work, share, label)
-
-
-def _finish(wires: Wires, work: dist.Work, result: Tensor, label: Label) -> Finish:
-    world = wires.world
-    world.backend.posted([(None, work)], world.watchdog, f"{label}: rank {world.rank}, waiting for a collective")
-
-    def finish() -> Tensor:
-        with world.waiting(label):
-            world.backend.wait(work, world.timeout)
-        return result
-
-    return finish

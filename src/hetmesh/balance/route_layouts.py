@@ -11,7 +11,7 @@ from hetmesh.balance.batch_plan import BatchPlan
 from hetmesh.context.token_owners import cut_out, owned_rows
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, Edge, RowSpace
-from hetmesh.graph.rows import lane_layout, owner_layout
+from hetmesh.graph.rows import lane_layout
 from hetmesh.layout import Intervals, Layout, RowSplit
 
 EdgeLayouts = tuple[tuple[int, int], Layout, Layout]
@@ -68,12 +68,10 @@ def edge_layouts(plan: BatchPlan, edge: Edge, microbatch: int, to: int | None = 
     if module.token_axes:
         tokens = [plan.lane_tokens(module.name, microbatch, lane) for lane in range(len(lanes))]
         counts = [own.rows(i) for own in tokens for i in range(len(own.shares) * own.parts)]
-        split = RowSplit.counts(0, counts)
-        src, dst = (owner_layout(mesh, module.token_axes, split) for mesh in meshes)
     else:
         counts = [module.activation_rows([plan.samples[i] for i in lane]) for lane in lanes]
-        split = RowSplit.counts(0, counts)
-        src, dst = (lane_layout(mesh, split) for mesh in meshes)
+    split = RowSplit.counts(0, counts)
+    src, dst = (lane_layout(mesh, split, module.token_axes) for mesh in meshes)
     return (sum(counts), module.activation.features), src, dst
 
 
@@ -119,7 +117,7 @@ class _End:
         if whole.samples != space.samples:
             kept = [tuple(space.part_of(whole.by_sample(rows))) for rows in kept]
         split = RowSplit(0, tuple(kept))
-        return owner_layout(self.mesh, self.token_axes, split) if self.token_axes else lane_layout(self.mesh, split)
+        return lane_layout(self.mesh, split, self.token_axes)
 
     def _kept(self, whole: RowSpace) -> list[Intervals]:
         """Per lane, and within a lane per rank that shares its tokens, the rows that it keeps, in its order."""

@@ -36,7 +36,7 @@ class Message:
         peer: the other rank; None for a collective.
         bytes: size of the buffer that carries it.
         transport: `p2p`, `all_to_all` or `dtensor`; `all_gather`, `reduce_scatter` or `all_reduce` for a collective of
-            context, expert or fully sharded data parallelism.
+            expert or fully sharded data parallelism.
     """
 
     label: Label

@@ -13,7 +13,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, and how to show it."""
     parser.add_argument("run", metavar="FOLDER", help="a run's dump folder, e.g. outputs/digits_pipeline")
     parser.add_argument("--png", metavar="FILE", help="also draw the recorded step, as .png or .svg (needs matplotlib)")
-    parser.add_argument("--load-png", metavar="FILE", help="also draw how even microbatches were (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
     parser.add_argument("--html", metavar="FILE", help="where to write the page; default: report.html in FOLDER")
     parser.add_argument("--no-html", action="store_true", help="write no page (it needs matplotlib and jinja2)")
@@ -27,8 +26,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.records.run_view import read_run
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.page import save_page
-    from hetmesh.report.page_parts import save_curves
-    from hetmesh.report.page_sections import RECORD, load_curves
+    from hetmesh.report.page_sections import RECORD
     from hetmesh.report.page_story import state
     from hetmesh.report.timeline_text import (
         action_json,
@@ -47,10 +45,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     view = read_run(args.run)
     if (args.png or args.trace) and not view.timelines:
         raise UsageError(f"{args.run}: {RECORD}")
-    if args.load_png:
-        if view.load is None:
-            raise UsageError(f"{args.run}: no line of metrics.jsonl has a load; steps that are logged get one")
-        save_curves(load_curves(view), args.load_png, f"microbatches of {args.run}")
     if args.png:
         save_gantt(view.timelines, args.png, f"step {view.step} of {args.run}")
     if args.trace:

@@ -3,6 +3,7 @@
 from hetmesh.cost.activations import activation_bytes
 from hetmesh.cost.fitted import Coefficients, HeldOut, Observation, Profile, fit, layer_kind
 from hetmesh.cost.flops import Flops, layer_flops, module_flops
+from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.layer_time import LayerTime, Rates, layer_time, module_times, upstream_flags
 from hetmesh.cost.machine import MACHINES, Machine, find_machine, load_machine
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape

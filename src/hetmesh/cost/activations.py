@@ -9,57 +9,33 @@ layer with nothing trainable before it keeps nothing (Cornstarch, arXiv 2503.113
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from hetmesh.cost.expert_costs import kept_bytes, passing_elements
+from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.saved_operations import saved_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
 from hetmesh.cost.static_memory import tensor_parallel_elements
 from hetmesh.cost.work import Work
 
 
-def activation_bytes(
-    layer: LayerShape,
-    work: Work,
-    itemsize: int,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: bool = False,
-    sequence_parallel: bool = False,
-    autocast: bool = False,
-    compiled: bool = False,
-    saved: Collection[str] = (),
-) -> int:
+def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
     keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are.
-
-    Args:
-        work: of the lane, padding included where it is computed.
-        itemsize: bytes of an element of activations.
-        upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
-        tp: tensor parallel ranks that share it.
-        recompute: whether its forward runs again before its backward: then only its input is kept,
-        saved: and what these operations made (`saved_names`).
-        sequence_parallel: whether what lies between attention and MLP is split over `tp` along the rows. What a
-            product reads is gathered before it, and kept as shares (`gathered_inputs`).
-        autocast: whether parameters are in fp32 and torch.autocast casts what products read: weights, too, are then
-            kept in both, per microbatch, and what lies between products stays in fp32.
-        compiled: whether torch.compile fuses what lies between products: its backward then computes norms and
-            activated gates again from what else is kept.
+    `work`: of the lane, padding included where it is computed.
     """
-    if not (upstream or layer.trainable):
+    if not (how.upstream or layer.trainable):
         return 0
-    rows = layer.rows(work)
+    itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)
-    shares = sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
-    between = 1 / tp if sequence_parallel else 1.0
-    if recompute and len(products) > 1:
-        own = max(itemsize, 4) if autocast else itemsize  # it lies between products
-        kept = itemsize * saved_elements(layer, saved, tp, between)
+    shares = sum(gathered_inputs(layer, how))
+    between = 1 / tp if how.sequence_parallel else 1.0
+    if how.recompute and len(products) > 1:
+        own = max(itemsize, 4) if how.autocast else itemsize  # it lies between products
+        kept = itemsize * saved_elements(layer, how.saved, tp, between)
         return round(rows * (own * products[0].inputs * between + kept))
-    casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if autocast else 0
+    casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
@@ -72,21 +48,23 @@ def activation_bytes(
     for w in products:
         kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
-        kept += (0 if compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
-        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, compiled))
+        kept += (0 if how.compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
+        kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, how.compiled))
     elif not products and layer.weights:
         # the rows of a table; or what a norm makes of its input, for the gradient of its weight
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
-    if autocast:
+    if how.autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
 
 
-def gathered_inputs(layer: LayerShape, *, autocast: bool = False) -> list[int]:
+def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
     """Widths of the rows that sequence parallelism gathers for a block's products and again in the backward, for the
     gradients of their weights (`hetmesh.parallel.sequence_parallel`). None where autocast makes a copy of them, which
     is kept, or low-rank adapters read them."""
-    if autocast or layer.on_targets or len(_products(layer)) < 2 or without_adapters(layer)[1]:
+    if not how.sequence_parallel or how.autocast or layer.on_targets:
+        return []
+    if len(_products(layer)) < 2 or without_adapters(layer)[1]:
         return []
     return [w.inputs for w in _distinct(_products(layer)) if w.splits_outputs and not w.expert]
 
@@ -188,92 +166,59 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     return kept
 
 
-def forward_bytes(
-    layer: LayerShape,
-    work: Work,
-    itemsize: int,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: bool = False,
-    autocast: bool = False,
-) -> int:
-    """The most beyond what is kept while the forward runs. Arguments as of `activation_bytes`.
+def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
+    """The most beyond what is kept while the forward runs.
 
     Of a layer that keeps what it computes that is next to nothing, but for the head: its logits live until the loss has
     made their probabilities, in half precision beside a copy in fp32.
     """
     if layer.on_targets:
-        if in_shares(layer, tp):
-            return _exponential_bytes(layer, work, itemsize, tp)
-        raised = loss_itemsize(itemsize) if itemsize < 4 else 0
-        return round(work.targets * (itemsize + raised) * logits_of_a_row(layer, tp))
-    if not (upstream or layer.trainable):
-        return _in_flight(layer, work, itemsize, tp) + _between(layer, work, itemsize, autocast)
-    return _in_flight(layer, work, itemsize, tp) if recompute else 0
+        if in_shares(layer, how.tp):
+            return _exponential_bytes(layer, work, how)
+        raised = loss_itemsize(how.itemsize) if how.itemsize < 4 else 0
+        return round(work.targets * (how.itemsize + raised) * logits_of_a_row(layer, how.tp))
+    if not (how.upstream or layer.trainable):
+        return _in_flight(layer, work, how) + _between(layer, work, how)
+    return _in_flight(layer, work, how) if how.recompute else 0
 
 
-def backward_bytes(
-    layer: LayerShape,
-    work: Work,
-    itemsize: int,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: bool = False,
-    sequence_parallel: bool = False,
-    autocast: bool = False,
-    compiled: bool = False,
-    saved: Collection[str] = (),
-) -> int:
+def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
-    is added to the sum, what is gathered again, and what is computed again. Arguments as of `activation_bytes`."""
-    if not (upstream or layer.trainable):
+    is added to the sum, what is gathered again, and what is computed again."""
+    if not (how.upstream or layer.trainable):
         return 0
+    itemsize, tp = how.itemsize, how.tp
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
     held = itemsize * max(weights, default=0)
     if layer.on_targets and in_shares(layer, tp):
         own = round(work.targets * itemsize * logits_of_a_row(layer, tp))
-        return own + max(held, _exponential_bytes(layer, work, itemsize, tp))
+        return own + max(held, _exponential_bytes(layer, work, how))
     if layer.on_targets:  # of the logarithms of probabilities and of the logits
         return held + round(2 * work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp))
-    held += _in_flight(layer, work, itemsize, tp)
-    gathered = gathered_inputs(layer, autocast=autocast) if sequence_parallel else []
-    if recompute:
-        flags: dict[str, Any] = {"upstream": upstream, "tp": tp, "autocast": autocast, "saved": saved}
-        flags |= {"sequence_parallel": sequence_parallel, "compiled": compiled}
-        again, kept = (activation_bytes(layer, work, itemsize, recompute=flag, **flags) for flag in (False, True))
+    held += _in_flight(layer, work, how)
+    gathered = gathered_inputs(layer, how)
+    if how.recompute:
+        again, kept = (activation_bytes(layer, work, replace(how, recompute=flag)) for flag in (False, True))
         # autograd keeps what was gathered until the backward of the block, which follows
         again += round(itemsize * layer.rows(work) * (1 - 1 / tp) * sum(gathered))
         return held + max(again - kept, 0)
     return held + itemsize * layer.rows(work) * max(gathered, default=0)
 
 
-def split_bytes(
-    layer: LayerShape,
-    work: Work,
-    itemsize: int,
-    *,
-    upstream: bool,
-    tp: int = 1,
-    recompute: bool = False,
-    sequence_parallel: bool = False,
-    autocast: bool = False,
-) -> int:
+def split_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
     the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
-    again what goes into it, weights that autocast has cast included, and what was gathered again. Arguments as of
-    `activation_bytes`."""
-    if not upstream:
+    again what goes into it, weights that autocast has cast included, and what was gathered again."""
+    if not how.upstream:
         return 0
-    rows = layer.rows(work)
+    itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)
     kept = sum(output_share(w, tp) * w.per_row * w.outputs for w in products if w.trainable)
-    again = recompute and len(products) > 1
-    casts = sum(tensor_parallel_elements(w, tp) for w in products if w.trainable) if autocast and again else 0
+    again = how.recompute and len(products) > 1
+    casts = sum(tensor_parallel_elements(w, tp) for w in products if w.trainable) if how.autocast and again else 0
     kept += sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products)) if again else 0
-    raised = max(itemsize, 4) / itemsize if autocast else 1
-    kept += sum(gathered_inputs(layer, autocast=autocast)) if sequence_parallel else 0
+    raised = max(itemsize, 4) / itemsize if how.autocast else 1
+    kept += sum(gathered_inputs(layer, how))
     heads = itertools.chain((layer.attention_width / tp, layer.keys_on(tp)), itertools.repeat(0.0))
     for weight in layer.weights:
         if weight.per_row or not weight.trainable or not weight.name.endswith("weight"):
@@ -283,29 +228,28 @@ def split_bytes(
     return round(itemsize * (rows * kept + casts))
 
 
-def _in_flight(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
+def _in_flight(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """Outputs of the widest products that read one tensor, and the widest input of a product: of an MLP the gate, what
     it multiplies and the product of both, forward as backward; or what experts hold."""
     layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
     for _, group in itertools.groupby(products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], w.inputs)):
-        widest = max(widest, sum(output_share(w, tp) * w.per_row * w.outputs for w in group))
+        widest = max(widest, sum(output_share(w, how.tp) * w.per_row * w.outputs for w in group))
     # what an adapter adds is there beside what it is added to
-    widest += max((output_share(half, tp) * half.outputs for half in halves), default=0.0)
+    widest += max((output_share(half, how.tp) * half.outputs for half in halves), default=0.0)
     for weight in products:
-        inputs = max(inputs, weight.inputs * _input_share(weight, tp))
-    rows = layer.rows(work)
-    return round(itemsize * rows * max(widest + inputs, passing_elements(layer, tp)))
+        inputs = max(inputs, weight.inputs * _input_share(weight, how.tp))
+    return round(how.itemsize * layer.rows(work) * max(widest + inputs, passing_elements(layer, how.tp)))
 
 
-def _between(layer: LayerShape, work: Work, itemsize: int, autocast: bool) -> int:
+def _between(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """What lies between the products of a layer that keeps nothing: its input, to which its result is added, what a
     norm made of that, and what entered the first layer, which the caller of them all still holds. Autocast leaves these
     in fp32, and casts what a product reads."""
     products = _products(layer)
     if len(products) < 2:
         return 0
-    of_element = 3 * max(itemsize, 4) + itemsize if autocast else 3 * itemsize
+    of_element = 3 * max(how.itemsize, 4) + how.itemsize if how.autocast else 3 * how.itemsize
     return round(of_element * layer.rows(work) * products[0].inputs)
 
 
@@ -313,8 +257,8 @@ def _products(layer: LayerShape) -> list[WeightShape]:
     return [weight for weight in layer.weights if weight.per_row]
 
 
-def _exponential_bytes(layer: LayerShape, work: Work, itemsize: int, tp: int) -> int:
+def _exponential_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """Exponentials of a rank's share of the logits, in fp32 at least. They are made in parts of 64 MB
     (`hetmesh.parallel.vocabulary.CHUNK`), which is little where logits matter; a part counts as linear in the targets,
     as all bytes of a layer do, with no more than a third of the logits."""
-    return round(work.targets * loss_itemsize(itemsize) * logits_of_a_row(layer, tp) / 3)
+    return round(work.targets * loss_itemsize(how.itemsize) * logits_of_a_row(layer, how.tp) / 3)

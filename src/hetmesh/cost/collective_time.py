@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
@@ -48,19 +49,15 @@ def _on_nodes(ranks: tuple[int, ...], per_node: int) -> tuple[int, int, int]:
 
 
 def all_gather(size: float, ranks: Sequence[int], machine: Machine) -> float:
-    """Seconds until every rank has all `size` bytes, of which each starts with its share."""
+    """Seconds until every rank has all `size` bytes, of which each starts with its share; a reduce-scatter, until each
+    has its share of the sum of all ranks' `size` bytes, takes as long."""
     n = len(ranks)
     return link(machine, ranks).seconds(size * (n - 1) / n, n - 1) if n > 1 else 0.0
 
 
-def reduce_scatter(size: float, ranks: Sequence[int], machine: Machine) -> float:
-    """Seconds until each rank has its share of the sum of all ranks' `size` bytes."""
-    return all_gather(size, ranks, machine)
-
-
 def all_reduce(size: float, ranks: Sequence[int], machine: Machine) -> float:
     """Seconds until every rank has the sum of all ranks' `size` bytes: a reduce-scatter, then an all-gather."""
-    return reduce_scatter(size, ranks, machine) + all_gather(size, ranks, machine)
+    return 2 * all_gather(size, ranks, machine)
 
 
 def all_to_all(size: float, ranks: Sequence[int], machine: Machine) -> float:
@@ -90,17 +87,9 @@ class TensorParallelTime:
 
 
 def tensor_parallel_time(
-    layer: LayerShape,
-    work: Work,
-    ranks: Sequence[int],
-    machine: Machine,
-    *,
-    itemsize: int,
-    upstream: bool,
-    again: Sequence[int] = (),
-    sequence_parallel: bool = False,
+    layer: LayerShape, work: Work, how: LayerOptions, machine: Machine, again: Sequence[int] = ()
 ) -> TensorParallelTime:
-    """Of one layer on the tensor parallel `ranks`; `again`: widths of rows that the backward gathers once more.
+    """Of one layer on its tensor parallel ranks; `again`: widths of rows that the backward gathers once more.
 
     Each weight split along its inputs ends in a sum of its outputs over the ranks, and the weights split along their
     outputs before it start, in the backward, with a sum of their input's gradient: two and two for a transformer block.
@@ -109,17 +98,18 @@ def tensor_parallel_time(
     key and value together, and sum their gradients. An attention that is not split gathers its rows under sequence
     parallelism.
     """
+    ranks, itemsize = how.group, how.itemsize
     if len(ranks) < 2:
         return TensorParallelTime()
     rows = layer.rows(work)
     products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
     sums = [weight.outputs for weight in products if weight.splits_inputs]
-    needed = upstream or layer.trainable
+    needed = how.upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
         if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
-        if sequence_parallel and layer.attention_width and not layer.splits_attention:
+        if how.sequence_parallel and layer.attention_width and not layer.splits_attention:
             each += all_gather(itemsize * rows * sums[0], ranks, machine)
         back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
         return TensorParallelTime(each, back if needed else 0.0)
@@ -129,7 +119,7 @@ def tensor_parallel_time(
             forward = all_reduce(4 * rows, ranks, machine) + all_reduce(8 * rows, ranks, machine)
         elif layer.on_targets:
             forward = all_gather(itemsize * rows * products[0].shape[0], ranks, machine)
-        if upstream:
+        if how.upstream:
             backward = all_reduce(itemsize * rows * products[0].shape[1], ranks, machine)
     return TensorParallelTime(forward, backward)
 
@@ -141,4 +131,4 @@ def gradient_sum_time(
     shards, and of the all-reduce of a share over replicas. `shards`, `replicas`: the ranks of one `dp_shard` and one
     `dp_replicate` group."""
     size = elements * itemsize
-    return (reduce_scatter(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))
+    return (all_gather(size, shards, machine), all_reduce(size / max(len(shards), 1), replicas, machine))

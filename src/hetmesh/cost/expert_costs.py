@@ -7,10 +7,10 @@ any other, and all ranks have as many tokens. `hetmesh.parallel.experts` is what
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetmesh.cost.collective_time import TensorParallelTime, all_to_all
+from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
@@ -44,10 +44,8 @@ def reached_share(count: int, chosen: int, ranks: int) -> float:
     return 1 - math.comb(count - each, chosen) / math.comb(count, chosen)
 
 
-def exchange_time(
-    layer: LayerShape, work: Work, ranks: Sequence[int], machine: Machine, *, itemsize: int, upstream: bool
-) -> TensorParallelTime:
-    """Seconds of the exchange of tokens in one layer between `ranks`, which share its experts.
+def exchange_time(layer: LayerShape, work: Work, how: LayerOptions, machine: Machine) -> TensorParallelTime:
+    """Seconds of the exchange of tokens in one layer between the ranks that share its experts.
 
     Each token goes once, with its routing weights and its choices, to each other rank that holds one of its experts,
     and one sum comes back from there; before that numbers of rows. In the backward the gradients of both travel.
@@ -56,7 +54,7 @@ def exchange_time(
         layer: with all experts.
         work: of one rank.
     """
-    sizes, n = ExpertSizes.of(layer), len(ranks)
+    sizes, ranks, n, itemsize = ExpertSizes.of(layer), how.experts, len(how.experts), how.itemsize
     if sizes is None or n < 2:
         return TensorParallelTime()
     rows = layer.rows(work) * (n - 1) * reached_share(sizes.count, sizes.chosen, n)
@@ -64,8 +62,8 @@ def exchange_time(
     there = all_to_all(rows * (with_weights + _CHOICE_BYTES * sizes.chosen), ranks, machine)
     numbers = all_to_all(_COUNT_BYTES * (n - 1) * (1 + sizes.count // n), ranks, machine)
     back = all_to_all(rows * itemsize * sizes.features, ranks, machine)
-    backward = back if upstream or layer.trainable else 0.0
-    if upstream or any(weight.trainable and not weight.expert for weight in layer.weights):
+    backward = back if how.upstream or layer.trainable else 0.0
+    if how.upstream or any(weight.trainable and not weight.expert for weight in layer.weights):
         backward += all_to_all(rows * with_weights, ranks, machine)
     return TensorParallelTime(numbers + there + back, backward)
 

@@ -10,18 +10,15 @@ Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
+from hetmesh.cost.layer_options import ITEMSIZES
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.saved_operations import ATTENTION, operations
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
 from hetmesh.errors import HetmeshError
-
-ITEMSIZES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
-"""Bytes of an element by dtype."""
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,8 @@ class RowSpace:
         return list(itertools.accumulate(self.counts))
 
 
-def lane_layout(mesh: MeshSpec, split: RowSplit) -> Layout:
-    """Rows split over the lanes of a stage's mesh and replicated over its other axes."""
-    mesh = mesh.merge(LANE_AXES, "lane")
-    return Layout(mesh, tuple(split if axis == "lane" else Replicate() for axis in mesh.axes))
-
-
-def owner_layout(mesh: MeshSpec, token_axes: Sequence[str], split: RowSplit) -> Layout:
-    """Rows split over the lanes of a stage's mesh and, within a lane, over `token_axes`."""
-    mesh = mesh.merge((*LANE_AXES, *token_axes), "owner")
-    return Layout(mesh, tuple(split if axis == "owner" else Replicate() for axis in mesh.axes))
+def lane_layout(mesh: MeshSpec, split: RowSplit, token_axes: Sequence[str] = ()) -> Layout:
+    """Rows split over the lanes of a stage's mesh and, within a lane, over `token_axes`; replicated over its others."""
+    name = "owner" if token_axes else "lane"
+    mesh = mesh.merge((*LANE_AXES, *token_axes), name)
+    return Layout(mesh, tuple(split if axis == name else Replicate() for axis in mesh.axes))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from hetmesh.graph.module_graph import ModuleGraph
 from hetmesh.graph.topology import BoundarySpec, output_key
@@ -106,6 +108,21 @@ class StageGraph:
     def ranks_of(self, stage: Stage) -> tuple[int, ...]:
         """The ranks that hold `stage`, ascending."""
         return self._ranks[stage]
+
+    def rank_classes(
+        self, sets: Mapping[Stage, Sequence[Sequence[int]]] = MappingProxyType({})
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(ranks, the stages, by index, that each of them holds): ranks that hold the same, and of each stage the same
+        of its `sets` of ranks, are together, lowest first."""
+        held: dict[int, list[tuple[int, int]]] = {}
+        for i, stage in enumerate(self.stages):
+            for g, own in enumerate(sets.get(stage, (self.ranks[i],))):
+                for rank in own:
+                    held.setdefault(rank, []).append((i, g))
+        classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank in sorted(held):
+            classes.setdefault(tuple(held[rank]), []).append(rank)
+        return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
     @cached_property
     def sink(self) -> Stage:

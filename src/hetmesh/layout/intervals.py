@@ -17,8 +17,6 @@ Intervals = tuple[Interval, ...]
 
 def extent(intervals: Sequence[Interval]) -> int:
     """Total length."""
-    if len(intervals) == 1:
-        return intervals[0][1] - intervals[0][0]
     return sum(stop - start for start, stop in intervals)
 
 
@@ -35,17 +33,24 @@ def coalesce(intervals: Sequence[Interval]) -> Intervals:
     return tuple(out)
 
 
+def overlap(a: Sequence[Interval], b: Sequence[Interval]) -> int:
+    """How many positions two ascending lists share."""
+    shared = first = 0
+    for start, stop in a:
+        while first < len(b) and b[first][1] <= start:
+            first += 1
+        i = first
+        while i < len(b) and b[i][0] < stop:
+            shared += min(stop, b[i][1]) - max(start, b[i][0])
+            i += 1
+    return shared
+
+
 def locate(local: Sequence[Interval], wanted: Sequence[Interval]) -> Intervals:
     """Local positions of the global intervals `wanted`, each of which lies inside one interval of `local`.
 
     Returns local `[start, stop)` ranges, neighbours joined, in the order of `wanted`.
     """
-    if len(local) == 1:
-        base = local[0][0]
-        if len(wanted) == 1:
-            a, b = wanted[0]
-            return ((a - base, b - base),) if a < b else ()
-        return coalesce([(a - base, b - base) for a, b in wanted])
     table, offset = [], 0
     for a, b in local:
         table.append((a, b, offset - a))

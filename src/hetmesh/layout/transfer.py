@@ -22,7 +22,7 @@ import numpy as np
 from hetmesh.errors import LayoutError
 from hetmesh.layout.cells import Cells
 from hetmesh.layout.hashing import memoized
-from hetmesh.layout.intervals import Intervals, check_shape, extent
+from hetmesh.layout.intervals import Intervals, check_shape, extent, overlap
 from hetmesh.layout.layout import Layout
 
 
@@ -267,17 +267,14 @@ def missing_elements(shape: tuple[int, ...], src: Layout, dst: Layout) -> int:
     """
     if src.partial_axes or dst.partial_axes:
         raise LayoutError(f"elements that summands lack are not counted: {src} -> {dst}")
-    missing = 0
-    for rank in dst.mesh.ranks:
-        kept = dst.intervals(shape, rank)
-        missing += math.prod(map(extent, kept))
-        if rank in src.mesh:
-            held = src.intervals(shape, rank)
-            missing -= math.prod(
-                sum(max(0, min(b, d) - max(a, c)) for a, b in keep for c, d in rows)
-                for keep, rows in zip(kept, held, strict=True)
-            )
-    return missing
+    return sum(lacking_elements(shape, src, dst, rank) for rank in dst.mesh.ranks)
+
+
+def lacking_elements(shape: tuple[int, ...], src: Layout, dst: Layout, rank: int) -> int:
+    """How many elements destination rank `rank` keeps and does not hold."""
+    kept = [sorted(rows) for rows in dst.intervals(shape, rank)]
+    held = [sorted(rows) for rows in src.intervals(shape, rank)] if rank in src.mesh else [()] * len(shape)
+    return math.prod(map(extent, kept)) - math.prod(map(overlap, kept, held))
 
 
 class _Loads:
@@ -320,21 +317,9 @@ def _uncovered(src: Cells, dst: Cells) -> int | None:
     """The first position that `dst` keeps and disjoint `src` does not hold."""
     order = np.argsort(src.starts, kind="stable")
     starts, stops = src.starts[order], src.stops[order]
-    held = np.concatenate([[0], np.cumsum(stops - starts)])
-
-    def held_below(x: np.ndarray) -> np.ndarray:
-        i = np.searchsorted(starts, x, side="right") - 1
-        inside = np.where(
-            i >= 0, np.minimum(x, stops[np.maximum(i, 0)] if len(stops) else x) - starts[np.maximum(i, 0)], 0
-        )
-        return held[np.maximum(i, 0)] + np.where(i >= 0, inside, 0)
-
-    if not len(dst.starts):
-        return None
-    if not len(starts):
-        return int(dst.starts[0])
-    short = held_below(dst.stops) - held_below(dst.starts) < dst.stops - dst.starts
-    if not short.any():
-        return None
-    a, b = int(dst.starts[short.argmax()]), int(dst.stops[short.argmax()])
-    return next(x for x in range(a, b) if held_below(np.array([x + 1]))[0] == held_below(np.array([x]))[0])
+    begins = np.ones(len(starts), bool)  # a run of neighbours
+    begins[1:] = starts[1:] != stops[:-1]
+    first, end = np.append(-1, starts[begins]), np.append(-1, stops[np.roll(begins, -1)])
+    held_to = np.maximum(end[np.searchsorted(first, dst.starts, side="right") - 1], dst.starts)
+    short = held_to < dst.stops
+    return int(held_to[short.argmax()]) if short.any() else None

@@ -148,75 +148,10 @@ class StepMetrics:
         return line
 
     def details(self) -> Iterator[str]:
-        """What `[metrics] verbose` adds to the log line, part by part."""
-        yield f"{self.samples_per_s:.0f} samples/s"
-        if self.cost.mfu is not None:
-            yield f"MFU {self.cost.mfu:.1%}"
-        if self.measured is not None:
-            yield f"memory {amount(self.measured.memory_bytes)}B"
-            yield f"{self.measured.active_ranks} of {self.measured.allocated_ranks} ranks active"
-        for name, uneven in self.cost.imbalance.items():
-            shown = [name]
-            if name in self.cost.flops:
-                shown.append(f"{amount(self.cost.flops[name])}FLOP")
-            if name in self.cost.module_mfu:
-                shown.append(f"MFU {self.cost.module_mfu[name]:.1%}")
-            shown.append(f"imbalance {uneven:.2f}")
-            if self.load is not None and name in self.load.balanced.modules:
-                now, drawn = (load.modules[name].max_over_mean for load in (self.load.balanced, self.load.drawn))
-                shown.append(f"largest load {now:.2f} ({drawn:.2f} as drawn)")
-            yield " ".join(shown)
-        for name, sizes in self.measured.boundary_bytes.items() if self.measured else ():
-            assert self.measured is not None
-            yield f"{name} {amount(sum(sizes.values()))}B waited {1000 * self.measured.wait_s[name]:.0f} ms"
-        for name, load in self.measured.experts.items() if self.measured else ():
-            yield (
-                f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} of "
-                f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
-            )
-        if self.media_dropped or self.tokens_dropped:
-            yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
-        if self.samples_by_source:
-            yield "samples of " + ", ".join(f"{name} {count}" for name, count in self.samples_by_source.items())
-        if self.over_in_flight:
-            yield f"bubble_fill_in_flight exceeded by {self.over_in_flight}"
-        if self.samples_skipped:
-            yield f"{self.samples_skipped} samples skipped"
-        if self.measured is not None and self.measured.data:
-            data = self.measured.data
-            yield (
-                f"samples read {amount(data['bytes_read'])}B of {amount(data['bytes_needed'])}B needed prepared in "
-                f"{1000 * data.get('load_s', 0):.0f} ms waited {1000 * data['wait_s']:.0f} ms"
-            )
-            if frames := data.get("frames_decoded"):
-                yield f"{frames:.0f} frames decoded of {data['frames_needed']:.0f} needed"
-
-
-def run_summary(
-    steps: int,
-    ranks: int,
-    seconds: float,
-    *,
-    loss: float | None,
-    cut_short: bool,
-    skipped_steps: int,
-    samples_skipped: int,
-    evaluated: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What summary.json says of training; counts of 0 are left out.
-
-    Args:
-        steps: that are done, those before a resume included.
-        seconds: that this start has trained.
-        cut_short: `on_step` has ended the run before its last step.
-    """
-    summary: dict[str, Any] = {"steps": steps, "ranks": ranks, "train_seconds": round(seconds, 3)}
-    if loss is not None:
-        summary["loss"] = loss
-    if cut_short:
-        summary["stopped_by_on_step"] = True
-    counts = {"skipped_steps": skipped_steps, "samples_skipped": samples_skipped}
-    return {**summary, **{name: count for name, count in counts.items() if count}, **evaluated}
+        """What `[metrics] verbose` adds to the log line: all other figures, under the keys that loggers have."""
+        for key, value in flat(self.record()).items():
+            if key == "samples_per_s" or key not in _ALWAYS:
+                yield f"{key} {amount(value).strip()}"
 
 
 def amount(value: float) -> str:

@@ -17,10 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hetmesh import _titan
 from hetmesh.errors import OutputError, RecipeError
 from hetmesh.files import to_json, write_json, writing
+from hetmesh.recipe.sections import Metrics
 from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, SUMMARY_FILE, Claim
 from hetmesh.records.events import SAVED, RunEvents, now
 from hetmesh.records.metrics import StepMetrics, flat
 
+DEFAULTS = Metrics()
 _MEMORY = 0.9  # of the pace that the time left is worked out from: about the last ten steps
 
 
@@ -49,7 +51,6 @@ class Reporter:
     Args:
         folder: the run's dump folder; lines are added to its metrics.jsonl.
         resumed_at: steps done by earlier runs.
-        verbose: log lines with everything that is known.
         config: the recipe, for Weights & Biases.
         claim: `RunFolder.claim`, released by `close`.
     """
@@ -61,16 +62,13 @@ class Reporter:
         *,
         rank: int,
         resumed_at: int = 0,
-        log_freq: int = 10,
-        verbose: bool = False,
-        tensorboard: bool = False,
-        wandb: bool = False,
+        keys: Metrics = DEFAULTS,
         config: Mapping[str, Any] | None = None,
         claim: Claim | None = None,
     ) -> None:
-        if wandb:
+        if keys.enable_wandb:
             require_wandb()  # on every rank: no one waits for a rank 0 that has failed
-        self.folder, self.steps, self.log_freq, self.verbose = folder, steps, log_freq, verbose
+        self.folder, self.steps, self.keys = folder, steps, keys
         self.active = rank == 0
         self.console = _Log(quiet=not self.active, highlight=False)
         self._pace: float | None = None
@@ -82,7 +80,7 @@ class Reporter:
         self._events = RunEvents(folder, anew=resumed_at == 0)
         with writing(self._path):
             self._file = self._path.open("a", encoding="utf-8")
-        self._loggers = Loggers(folder, tensorboard=tensorboard, wandb=wandb, config=config, resumed_at=resumed_at)
+        self._loggers = Loggers(folder, keys, config=config, resumed_at=resumed_at)
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -99,7 +97,7 @@ class Reporter:
 
     def logs(self, step: int) -> bool:
         """Whether `step` gets a log line; the same on every rank."""
-        return step % self.log_freq == 0 or step == self.steps
+        return step % self.keys.log_freq == 0 or step == self.steps
 
     def step(self, metrics: StepMetrics) -> None:
         if not self.active:
@@ -117,7 +115,7 @@ class Reporter:
         if not self.console.is_terminal or metrics.skipped:
             left = None if self._pace is None else self._pace * (self.steps - metrics.step)
             line = metrics.line(self.steps, left)
-            self.print("  ".join([line, *metrics.details()]) if self.verbose else line)
+            self.print("  ".join([line, *metrics.details()]) if self.keys.verbose else line)
 
     def sync(self) -> None:
         """Let all lines of metrics.jsonl be on the disk: those of the steps that a checkpoint is about to hold."""
@@ -206,12 +204,10 @@ class Loggers:
     of steps after `resumed_at` is hidden: it will come again. Raises RecipeError: `wandb` is wanted but not installed;
     OutputError: something cannot be written. So do all methods."""
 
-    def __init__(
-        self, folder: Path, *, tensorboard: bool = False, wandb: bool = False, config: Any = None, resumed_at: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, keys: Metrics, *, config: Any = None, resumed_at: int = 0) -> None:
         self.folder = folder
-        self._loggers = [_wandb(folder, dict(config or {}))] if wandb else []
-        if tensorboard:
+        self._loggers = [_wandb(folder, dict(config or {}))] if keys.enable_wandb else []
+        if keys.enable_tensorboard:
             with writing(folder / "tensorboard"):
                 logger = _titan.tensorboard_logger()(str(folder / "tensorboard"), None)
                 if resumed_at:

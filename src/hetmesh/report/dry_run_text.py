@@ -9,6 +9,7 @@ from typing import Any
 
 from hetmesh.dryrun.dry_run import DryRun, DryRuns, RankGroup
 from hetmesh.formatting import ranks_text
+from hetmesh.report.text import bytes_text, room
 from hetmesh.runtime.live_bytes import SpanBytes
 
 NOT_MODELLED = "not modelled: fragments of the allocator, workspaces inside kernels (cuBLAS, attention), time"
@@ -21,21 +22,9 @@ def dry_run_lines(runs: DryRuns) -> Iterator[str]:
     for group in runs.groups:
         yield from _group(group)
         yield ""
-    yield _verdict(runs)
+    yield room(runs.machine, runs.memory_bytes, runs.peak, "at most")
+    yield f"  of which {bytes_text(runs.fullest.beside)} are the machine's estimate for context and communicators"
     yield NOT_MODELLED
-
-
-def _verdict(runs: DryRuns) -> str:
-    if not runs.memory_bytes:
-        return f"the memory of machine {runs.machine} is not known: name one (--machine)"
-    spare = runs.memory_bytes - runs.peak
-    share = 100 * abs(spare) / runs.memory_bytes
-    fits, rest = ("fits", "to spare") if spare >= 0 else ("does not fit", "too much")
-    return (
-        f"{fits} {runs.machine}: {gib(runs.peak)} of {gib(runs.memory_bytes)} at most, of which "
-        f"{gib(runs.fullest.beside)} are its estimate for context and communicators; {gib(abs(spare))} "
-        f"({share:.0f}%) {rest}"
-    )
 
 
 def _group(group: RankGroup) -> Iterator[str]:
@@ -43,27 +32,28 @@ def _group(group: RankGroup) -> Iterator[str]:
     of = f", one of the ranks {ranks_text(group.ranks)}, which hold the same stages" if len(group.ranks) > 1 else ""
     yield f"rank {run.rank}{of}"
     yield f"one step of {run.microbatches} microbatches, run in {run.seconds:.1f} s on a fake device"
-    yield f"built      {gib(run.built)}, {gib(run.built_peak)} at most while it was built"
-    yield f"after it   {gib(run.live)} alive: parameters, buffers and optimizer state are {gib(run.state)}"
-    yield f"peak       {gib(run.peak)} in a step, {gib(run.first_checks)} while replicas are compared in the first one"
+    state, first = bytes_text(run.state), bytes_text(run.first_checks)
+    yield f"built      {bytes_text(run.built)}, {bytes_text(run.built_peak)} at most while it was built"
+    yield f"after it   {bytes_text(run.live)} alive: parameters, buffers and optimizer state are {state}"
+    yield f"peak       {bytes_text(run.peak)} in a step, {first} while replicas are compared in the first one"
     sign = "more" if group.predicted.tensors >= run.peak else "less"
     parts = {name: size for name, size in group.predicted.parts.items() if size and name not in _BESIDE}
     largest = sorted(parts, key=lambda name: -parts[name])[:3]
-    most_of_it = ", ".join(f"{name} {gib(parts[name])}" for name in largest)
+    most_of_it = ", ".join(f"{name} {bytes_text(parts[name])}" for name in largest)
     error = f"{100 * group.memory_error:.0f}% {sign}"
-    yield f"explained  {gib(group.predicted.tensors)}, {error}: most of it {most_of_it}"
+    yield f"explained  {bytes_text(group.predicted.tensors)}, {error}: most of it {most_of_it}"
     yield from ("", "bytes alive by kind of action        before      peak     after")
     for name, spans in _by_kind(run.actions).items():
         most = max(spans, key=lambda span: span.peak)
-        yield f"  {name:<32} {gib(most.before):>9} {gib(most.peak):>9} {gib(most.after):>9}"
+        yield f"  {name:<32} {bytes_text(most.before):>9} {bytes_text(most.peak):>9} {bytes_text(most.after):>9}"
     yield from ("", "work by module            kernels    TFLOPs  collectives     bytes")
     for name, work in sorted(run.work.items(), key=lambda item: -item[1].flops):
         computed = f"{name or '(outside actions)':<22} {work.kernels:>8,} {work.flops / 1e12:>9.2f}"
-        yield f"  {computed} {work.collectives:>12,} {gib(work.collective_bytes):>9}"
+        yield f"  {computed} {work.collectives:>12,} {bytes_text(work.collective_bytes):>9}"
     if run.traffic:
         yield from ("", "messages by boundary                    number      sent  received")
     for edge in run.traffic:
-        yield f"  {edge.edge:<36} {edge.messages:>7,} {gib(edge.sent):>9} {gib(edge.received):>9}"
+        yield f"  {edge.edge:<36} {edge.messages:>7,} {bytes_text(edge.sent):>9} {bytes_text(edge.received):>9}"
     yield from ("", *_waits(run))
 
 
@@ -108,11 +98,3 @@ def _group_json(group: RankGroup, run: DryRun) -> dict[str, Any]:
         "waits": [{**asdict(wait), "during": str(wait.during), "count": count} for wait, count in run.waits],
         "traffic": [asdict(edge) for edge in run.traffic],
     }
-
-
-def gib(size: int) -> str:
-    """`"24.93 GiB"`, or in a smaller unit."""
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= bytes_:
-            return f"{size / bytes_:.2f} {unit}"
-    return f"{size} B"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hetmesh.records.run_lines import Series
-from hetmesh.report.figures import SOFT, new_figure, plain, save_figure
+from hetmesh.report.figures import SOFT, new_figure, plain
 
 SPARSE_SHARE = 0.5  # of the first line's points: a line with fewer has them marked
 MAX_TRIANGLES = 40  # checkpoints that are marked
@@ -78,13 +77,7 @@ class Curves:
     def figure(self) -> Any:
         """For a page."""
         figure = new_figure(4.6, 2.4)
-        self.draw(figure.subplots())
-        if len(self.lines) > 1:
-            figure.legend(loc="outside upper left", fontsize=9, frameon=False, ncols=3)
-        return figure
-
-    def draw(self, axes: Any) -> None:
-        """The lines, without a legend."""
+        axes = figure.subplots()
         for i, line in enumerate(self.lines):
             steps, low, mean, high = _thinned(line)
             if len(steps) < len(line.steps):
@@ -112,22 +105,9 @@ class Curves:
             axes.plot(shown, [0.03] * len(shown), "^", color=SOFT, markersize=5, transform=foot, clip_on=False)
         if self.from_zero:
             axes.set_ylim(0, max(max(line.values) for line in self.lines) * 1.08 or 1)
-
-
-def save_curves(pictures: Sequence[Curves], path: str | Path, title: str) -> None:
-    """Draw curves side by side to `path` (PNG). Raises UsageError: matplotlib is not installed, or `path` cannot be
-    written."""
-
-    def draw() -> Any:
-        figure = new_figure(6 * len(pictures), 4)
-        figure.suptitle(title, fontsize=11)
-        for axes, picture in zip(figure.subplots(1, len(pictures), squeeze=False)[0], pictures, strict=True):
-            picture.draw(axes)
-            axes.set_title(picture.caption, fontsize=9, loc="left")
-            axes.legend(fontsize=8, frameon=False)
+        if len(self.lines) > 1:
+            figure.legend(loc="outside upper left", fontsize=9, frameon=False, ncols=3)
         return figure
-
-    save_figure(draw, path)
 
 
 def _thinned(line: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -241,12 +241,11 @@ def _step(run: RunView) -> PageSection:
     return PageSection("A recorded step", "", (Picture(caption, alt, partial(gantt_figure, run.timelines), "wide"),))
 
 
-def load_curves(run: RunView) -> tuple[Curves, ...]:
-    """How even the microbatches of the logged steps were; none where no step says it."""
+def _load(run: RunView) -> PageSection:
     if run.load is None:
-        return ()
+        return PageSection("Load balance", missing=(LOGGED,))
     steps, modules = run.load.steps, run.load.modules
-    return tuple(
+    curves = [
         Curves(
             f"{title}; dotted: as drawn",
             tuple(Series(name, steps, numbers[key]) for name, numbers in modules.items()),
@@ -254,14 +253,9 @@ def load_curves(run: RunView) -> tuple[Curves, ...]:
             marks=_marks(run),
         )
         for key, title in zip(LOAD_KEYS, LOAD_TITLES, strict=False)
-    )
-
-
-def _load(run: RunView) -> PageSection:
-    if run.load is None:
-        return PageSection("Load balance", missing=(LOGGED,))
-    lead = f"How even microbatches were: 1.0 is even. {counted(len(run.load.steps), 'logged step')}."
-    return PageSection("Load balance", lead, (*load_curves(run), PageTable("means", run.load.rows())))
+    ]
+    lead = f"How even microbatches were: 1.0 is even. {counted(len(steps), 'logged step')}."
+    return PageSection("Load balance", lead, (*curves, PageTable("means", run.load.rows())))
 
 
 def _experts(run: RunView) -> PageSection | None:

@@ -151,13 +151,18 @@ def traffic_text(traffic: Traffic) -> str:
 
 
 def verdict(fit: MemoryFit) -> str:
-    """`"fits h100: 44.1 GB of 80.0 GB on the fullest rank, 35.9 GB (45%) to spare"`."""
-    peak = _bytes(fit.peak_bytes)
-    if fit.fits is None:
-        return f"{peak} on the fullest rank; the memory of machine {fit.machine} is not known: name one (--machine)"
-    share = f"{_bytes(abs(fit.spare_bytes))} ({100 * abs(fit.spare_bytes) / fit.memory_bytes:.0f}%)"
-    fits, rest = ("fits", "to spare") if fit.fits else ("does not fit", "too much")
-    return f"{fits} {fit.machine}: {peak} of {_bytes(fit.memory_bytes)} on the fullest rank, {share} {rest}"
+    """Whether a machine has room: `room`, of the fullest rank."""
+    return room(fit.machine, fit.memory_bytes, fit.peak_bytes)
+
+
+def room(machine: str, memory: int, peak: int, where: str = "on the fullest rank") -> str:
+    """`"fits h100: 44.1 GB of 80.0 GB on the fullest rank, 35.9 GB (45%) to spare"`; `memory` 0: not known."""
+    held, spare = bytes_text(peak), memory - peak
+    if not memory:
+        return f"{held} {where}; the memory of machine {machine} is not known: name one (--machine)"
+    share = f"{bytes_text(abs(spare))} ({100 * abs(spare) / memory:.0f}%)"
+    fits, rest = ("fits", "to spare") if spare >= 0 else ("does not fit", "too much")
+    return f"{fits} {machine}: {held} of {bytes_text(memory)} {where}, {share} {rest}"
 
 
 def fit_lines(fit: MemoryFit) -> Iterator[str]:
@@ -176,8 +181,9 @@ def contents(memory: RankMemory) -> str:
     """What a rank holds, largest first, without what is less than a hundredth."""
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     shown = [(name, size) for name, size in parts if 100 * size >= memory.total > 0]
-    return ", ".join(f"{_MEMORY_WORDS.get(name, name)} {_bytes(size)}" for name, size in shown)
+    return ", ".join(f"{_MEMORY_WORDS.get(name, name)} {bytes_text(size)}" for name, size in shown)
 
 
-def _bytes(size: int) -> str:
+def bytes_text(size: int) -> str:
+    """`bytes_text(12_345_678)` is `"12.3 MB"`."""
     return f"{amount(size).strip()}B"

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hetmesh.boundary import World
+from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.files import open_file
 from hetmesh.models import pretrained_of
@@ -75,9 +74,7 @@ def references(recipe: Recipe, modules: Iterable[str], world: World | None = Non
     except (HetmeshError, OSError) as problem:
         error = str(problem)
     if world is not None:
-        everybody: list[Any] = [None] * world.size
-        with world.waiting("checksums of the directories of frozen modules"):
-            dist.all_gather_object(everybody, (error, sums), group=world.group(range(world.size)))
+        everybody = gather_objects((error, sums), world, "checksums of the directories of frozen modules")
         error = next((text for text, _ in everybody if text), "")
         sums = {file: crc for _, theirs in everybody for file, crc in theirs.items()}
     if error:

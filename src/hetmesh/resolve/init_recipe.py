@@ -27,7 +27,6 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.records.metrics import amount
 from hetmesh.resolve.planning import planned_text, recipe_problem
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
-from hetmesh.resolve.summary import count_parameters
 
 MAX_SAMPLES = 1024
 """Samples that say how long samples are."""
@@ -223,7 +222,7 @@ def _steps(samples: int, ranks: int, steps: int | None) -> dict[str, int]:
 
 def _least_ranks(resolved: ResolvedRecipe, machine: Machine) -> int:
     """How many hold at least the state of the parameters."""
-    counts = {name: count_parameters(adapter) or 0 for name, adapter in resolved.adapters.items()}
+    counts = {name: shape.parameters if shape else 0 for name, shape in resolved.shapes.items()}
     trained = {name: 1 if resolved.recipe.modules[name].trainable else 0.25 for name in counts}
     size = STATE_BYTES * sum(counts[name] * trained[name] for name in counts)
     limit = 0.9 * machine.memory_bytes

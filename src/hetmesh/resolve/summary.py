@@ -19,12 +19,6 @@ from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.resolve.resolved import ResolvedRecipe
 
 
-def count_parameters(adapter: Adapter) -> int | None:
-    """Parameters of the module, counted without allocating them; None for a module that cannot be built that way."""
-    module = build_on_meta(adapter)
-    return None if module is None else sum(p.numel() for p in module.parameters())
-
-
 def drops(recipe: Recipe, name: str, adapter: Adapter) -> bool:
     """Whether a module draws random numbers while it trains, as far as its adapter declares it."""
     lora, module = recipe.modules[name].lora, build_on_meta(adapter)
@@ -47,10 +41,10 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     )
     lines = [("module", "model", "ranks", "mesh", "parameters")]
     for name, module in recipe.modules.items():
-        count = count_parameters(adapters[name])
+        shape = resolved.shapes[name]
         mesh = wiring.meshes[name]
         axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
-        lines.append((name, module.model, ranks_text(mesh.ranks), axes, "" if count is None else f"{count:,}"))
+        lines.append((name, module.model, ranks_text(mesh.ranks), axes, f"{shape.parameters:,}" if shape else ""))
     for line in table(lines):
         yield f"  {line}"
     for boundary in recipe.boundaries:

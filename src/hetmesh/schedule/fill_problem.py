@@ -192,12 +192,8 @@ Places = Mapping[Stage, tuple[int, ...]]
 
 def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups], dict[Stage, tuple[int, ...]], int]:
     """Per stage its sets of tracks, and which each set of ranks is in; how many tracks there are."""
-    held: dict[int, list[Stage]] = {}
-    for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
-        for rank in ranks:
-            held.setdefault(rank, []).append(stage)
-    numbers: dict[tuple[Stage, ...], int] = {}
-    track = {rank: numbers.setdefault(tuple(held[rank]), len(numbers)) for rank in sorted(held)}
+    classes = stages.rank_classes()
+    track = {rank: number for number, (ranks, _) in enumerate(classes) for rank in ranks}
     groups: dict[Stage, Groups] = {}
     places: dict[Stage, tuple[int, ...]] = {}
     for stage in stages.stages:
@@ -210,4 +206,4 @@ def _groups(stages: StageGraph, lanes: Lanes | None) -> tuple[dict[Stage, Groups
         groups[stage] = tuple(sorted(tuple(sorted(group)) for group in merged))
         number = {track: i for i, group in enumerate(groups[stage]) for track in group}
         places[stage] = tuple(number[min(tracks)] for tracks in sets)
-    return groups, places, len(numbers)
+    return groups, places, len(classes)

@@ -74,8 +74,9 @@ def list_schedule(
     """The compute actions of all groups in the order of their starts. `given`: actions that are over before it begins.
     Raises ScheduleError: no group can go on; names what they wait for."""
     finish = dict.fromkeys(given, 0.0)
-    free: dict[int, float] = {}  # per rank, of those that hold the same stages one
-    ranks_of = _ranks_apart(stages)
+    free: dict[int, float] = {}  # per class of ranks, which are always free at the same time
+    classes = list(enumerate(stages.rank_classes()))
+    classes_of = {stage: [c for c, (_, held) in classes if i in held] for i, stage in enumerate(stages.stages)}
     needed: dict[Action, tuple[Action, ...]] = {}  # asked again whenever something near an action ends
     near = _near(stages, groups)
     versions = [0] * len(groups)
@@ -94,7 +95,7 @@ def list_schedule(
         for preference, action in enumerate(groups[i].proposals()):
             if (time := ready(action)) is None:
                 continue
-            start = max([time, *(free.get(rank, 0.0) for rank in ranks_of[action.stage])])
+            start = max([time, *(free.get(own, 0.0) for own in classes_of[action.stage])])
             if best is None or start < best[0]:
                 best = start, preference, action
         if best is not None:
@@ -109,7 +110,7 @@ def list_schedule(
             continue
         order.append(action)
         finish[action] = end = start + durations(action)
-        free |= dict.fromkeys(ranks_of[action.stage], end)
+        free |= dict.fromkeys(classes_of[action.stage], end)
         groups[i].started(action)
         for j in near[i]:
             if j != i:
@@ -118,16 +119,6 @@ def list_schedule(
     if waiting := [str(action) for group in groups for action in list(group.proposals())[:1]]:
         raise ScheduleError(f"schedule: no stage can go on; next would be {waiting[:8]}")
     return order
-
-
-def _ranks_apart(stages: StageGraph) -> dict[Stage, list[int]]:
-    """Ranks by stage; of ranks that hold the same stages, which are always free at the same time, the first."""
-    held: dict[int, list[Stage]] = {}
-    for stage, ranks in zip(stages.stages, stages.ranks, strict=True):
-        for rank in ranks:
-            held.setdefault(rank, []).append(stage)
-    apart = {tuple(own): rank for rank, own in reversed(held.items())}
-    return {stage: [rank for own, rank in apart.items() if stage in own] for stage in stages.stages}
 
 
 def _near(stages: StageGraph, groups: Sequence[Group]) -> list[list[int]]:

@@ -6,13 +6,23 @@ functions in `hetmesh.cost` give the coefficients, so a microbatch costs a produ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from hetmesh.cost import LayerShape, LayerTime, Machine, ModuleShape, Profile, Rates, Work, activation_bytes, layer_time
+from hetmesh.cost import (
+    LayerOptions,
+    LayerShape,
+    LayerTime,
+    Machine,
+    ModuleShape,
+    Profile,
+    Rates,
+    Work,
+    activation_bytes,
+    layer_time,
+)
 from hetmesh.cost.activations import backward_bytes, forward_bytes, gathered_inputs, split_bytes
 from hetmesh.cost.collective_time import TensorParallelTime, tensor_parallel_time
 from hetmesh.cost.expert_costs import exchange_time
@@ -31,46 +41,15 @@ _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
 
 
-@dataclass(frozen=True)
-class How:
-    """How a layer runs.
-
-    Attributes:
-        dtype: it computes in it, e.g. `"bfloat16"`.
-        itemsize: bytes of an element of activations.
-        upstream: whether anything trainable comes before it.
-        recompute: whether its forward runs again before its backward, but for
-        saved: operations whose results are kept.
-        group: the ranks of its tensor parallel group; any that have the same links do.
-        sequence_parallel: whether these split along the tokens what lies between attention and MLP.
-        autocast: whether torch.autocast casts what its products read.
-        context: ranks that share its tokens.
-        experts: the ranks that share its experts, and exchange tokens.
-        compiled: whether torch.compile fuses what lies between its products.
-    """
-
-    dtype: str
-    itemsize: int
-    upstream: bool
-    recompute: bool
-    group: tuple[int, ...] = ()
-    sequence_parallel: bool = False
-    autocast: bool = False
-    experts: tuple[int, ...] = ()
-    compiled: bool = False
-    saved: frozenset[str] = frozenset()
-    context: int = 1
-
-
 class LayerCosts:
     """The coefficients of layers on one machine. Share one between the models of many layouts. `profile`: its fitted
     seconds take the place of the analytic ones."""
 
     def __init__(self, machine: Machine, profile: Profile | None = None) -> None:
         self.machine, self.profile = machine, profile
-        self._known: dict[tuple[LayerShape, How], np.ndarray] = {}
+        self._known: dict[tuple[LayerShape, LayerOptions], np.ndarray] = {}
 
-    def of(self, layer: LayerShape, how: How) -> np.ndarray:
+    def of(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
         """float64 [4, parts]: constant, per row, per pair and per target of each of `PARTS`. Raises HetmeshError: the
         machine has no peak in the dtype, or the profile lacks the layer."""
         experts = how.experts if layer.expert_weights else ()
@@ -93,51 +72,45 @@ class LayerCosts:
         first = ranks[0] // per_node * per_node if ranks else 0
         return tuple(r - first for r in ranks)
 
-    def _at(self, layer: LayerShape, how: How, work: Work) -> np.ndarray:
-        tp = max(len(how.group), 1)
-        links: dict[str, Any] = {"itemsize": how.itemsize, "upstream": how.upstream}
-        exchange = exchange_time(layer, work, how.experts, self.machine, **links)
+    def _at(self, layer: LayerShape, how: LayerOptions, work: Work) -> np.ndarray:
+        exchange = exchange_time(layer, work, how, self.machine)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
-        time = self._time(layer if self.profile is None else whole, how, work, tp)
-        again = gathered_inputs(layer, autocast=how.autocast) if how.sequence_parallel and not how.recompute else ()
-        links |= {"sequence_parallel": how.sequence_parallel, "again": again}
-        sums = tensor_parallel_time(layer, work, how.group, self.machine, **links) + exchange
+        time = self._time(layer if self.profile is None else whole, how, work)
+        again = () if how.recompute else gathered_inputs(layer, how)
+        sums = tensor_parallel_time(layer, work, how, self.machine, again) + exchange
         if (measured := self.measured_collectives(whole, how, work)) is not None:
             sums = TensorParallelTime(*measured) + exchange
         recomputed = sums.forward if how.recompute and (how.upstream or layer.trainable) else 0.0
-        size = layer, work, how.itemsize
-        flags: dict[str, Any] = {"upstream": how.upstream, "tp": tp, "autocast": how.autocast}
-        flags |= {"recompute": how.recompute}
-        forward = forward_bytes(*size, **flags)
-        flags |= {"sequence_parallel": how.sequence_parallel}
-        split = split_bytes(*size, **flags)
-        read = split - split_bytes(*size, **(flags | {"recompute": False}))  # a part of what is computed again
-        flags |= {"saved": how.saved, "compiled": how.compiled}
-        kept, backward = (most(*size, **flags) for most in (activation_bytes, backward_bytes))
+        each = (activation_bytes, split_bytes, forward_bytes, backward_bytes)
+        kept, split, forward, backward = (size(layer, work, how) for size in each)
+        read = split - split_bytes(layer, work, replace(how, recompute=False))  # a part of what is computed again
         parts = (time.forward, time.backward_input, time.backward_weight, time.recompute)
         sizes = kept, split, forward, backward, backward - read
         return np.array([*parts, sums.forward, sums.backward + recomputed, *sizes])
 
-    def measured_collectives(self, layer: LayerShape, how: How, work: Work = _BASE) -> tuple[float, float] | None:
+    def measured_collectives(
+        self, layer: LayerShape, how: LayerOptions, work: Work = _BASE
+    ) -> tuple[float, float] | None:
         """What the collectives inside a layer take, forward and backward, those of context parallelism included; None
         where the profile has none."""
         if self.profile is None or not layer.name:
             return None
-        kind = layer_kind(layer, max(len(how.group), 1), how.context, how.sequence_parallel)
+        kind = layer_kind(layer, how.tp, how.context, how.sequence_parallel)
         return self.profile.collective_seconds(kind, work, layer.on_targets, upstream=how.upstream)
 
-    def _time(self, layer: LayerShape, how: How, work: Work, tp: int) -> LayerTime:
+    def _time(self, layer: LayerShape, how: LayerOptions, work: Work) -> LayerTime:
         flags = {"upstream": how.upstream, "recompute": how.recompute}
         if self.profile is not None:
             if not layer.name:  # parameters of no layer are not measured
                 return LayerTime()
-            time = self.profile.predict(layer, work, tp=tp, **flags)
-            share = layer_time(layer, _BASE, Rates(1.0), tp=tp, saved=how.saved, **flags)  # of FLOPs
+            time = self.profile.predict(layer, work, tp=how.tp, **flags)
+            share = layer_time(layer, _BASE, Rates(1.0), tp=how.tp, saved=how.saved, **flags)  # of FLOPs
             return replace(time, recompute=time.recompute * (share.recompute / share.forward if share.forward else 1))
         if not self.machine.peak(how.dtype):
             raise HetmeshError(f"machine {self.machine.name!r} has no peak_flops.{how.dtype}")
         rates = Rates.of(self.machine, how.dtype)
-        return layer_time(layer, work, rates, tp=tp, sequence_parallel=how.sequence_parallel, saved=how.saved, **flags)
+        flags |= {"sequence_parallel": how.sequence_parallel}
+        return layer_time(layer, work, rates, tp=how.tp, saved=how.saved, **flags)
 
 
 @lru_cache(maxsize=64)

@@ -292,6 +292,7 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
                     add(source, kept, ROWS)
             continue
         at = target * count + m
+        cost = facts.costs[at]
         if kind == FORWARD:
             if (at, True) in joined:
                 join(target, joined[at, True], ROWS)
@@ -299,7 +300,7 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
             if facts.backward[target] or facts.fixed[target].whole:
                 gather(target)
             add(target, kept, ACTIVATIONS)
-            compute(target, facts.forward_bytes[at])
+            compute(target, cost.forward_bytes)
             if facts.fixed[target].whole and not facts.backward[target]:
                 let_go(target)
             if facts.offload[target] or not (facts.recompute[target] or facts.backward[target]):
@@ -316,13 +317,13 @@ def peaks(schedule: Schedule, costs: StepCosts, columns: Program) -> list[Peak]:
             if facts.recompute[target]:
                 add(target, size, ACTIVATIONS)
             if kind == BACKWARD_INPUT:
-                add(target, facts.split_bytes[at], ACTIVATIONS)
-            compute(target, (facts.input_bytes if kind == BACKWARD_INPUT else facts.backward_bytes)[at])
+                add(target, cost.split_bytes, ACTIVATIONS)
+            compute(target, cost.input_bytes if kind == BACKWARD_INPUT else cost.backward_bytes)
         if kind in (BACKWARD, BACKWARD_WEIGHT):
             add(target, -(0 if facts.offload[target] and not facts.recompute[target] else size), ACTIVATIONS)
             add(target, -inputs[at], ROWS)
-            add(target, -(facts.split_bytes[at] if kind == BACKWARD_WEIGHT else 0), ACTIVATIONS)
-            finish(target, facts.backward_bytes[at])
+            add(target, -(cost.split_bytes if kind == BACKWARD_WEIGHT else 0), ACTIVATIONS)
+            finish(target, cost.backward_bytes)
         if kind in (BACKWARD, BACKWARD_INPUT):
             add(target, -gradients[at], ROWS)
     return _with_update(held, columns) if schedule.training else [Peak(*most) for most in held.most]

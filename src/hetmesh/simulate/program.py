@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from hetmesh.simulate.timeline import (
     OPTIMIZER,
     REDUCE,
     TRANSFER,
-    rank_classes,
     target_names,
 )
 
@@ -86,9 +86,9 @@ _COLUMNS = ("kinds", "targets", "microbatches", "to", "routes", "seconds", "coll
 def program(schedule: Schedule, costs: StepCosts) -> Program:
     """The columns of `schedule` under `costs`. Raises GraphError: there is no cost for a stage and microbatch."""
     stages = schedule.stages
-    classes = rank_classes(stages, costs.lanes)
-    track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}
     apart = costs.lanes.groups if costs.lanes else {}
+    classes = stages.rank_classes(apart)
+    track_of = {rank: track for track, (ranks, _) in enumerate(classes) for rank in ranks}
     groups = [
         tuple(tuple(sorted({track_of[rank] for rank in own})) for own in apart.get(stage, (ranks,)))
         for stage, ranks in zip(stages.stages, stages.ranks, strict=True)
@@ -217,26 +217,30 @@ def _usual(
 
 
 class Run:
-    """The state of a simulation: when tracks and links are free, when transfers arrived, and the spans so far."""
+    """The state of a simulation: when tracks and links are free, when transfers arrived, and the spans so far.
 
-    def __init__(self, columns: Program) -> None:
-        self.columns = columns
+    Times are seconds. They may be anything else to which seconds can be added and of which there is a `latest` of
+    several: `busy` takes sets of what must be over.
+    """
+
+    def __init__(self, columns: Program, latest: Callable[[list[Any]], Any] = max, zero: Any = 0.0) -> None:
+        self.columns, self.latest, self.zero = columns, latest, zero
         tracks = len(columns.tracks)
-        self.free = [0.0] * tracks  # when a track can go on, waits included
-        self.idle = [0.0] * tracks  # when its last work ended
-        self.reduced = [0.0] * tracks
-        self.outgoing = [0.0] * tracks
-        self.incoming = [[0.0] * tracks for _ in columns.sources]  # per edge
+        self.free = [zero] * tracks  # when a track can go on, waits included
+        self.idle = [zero] * tracks  # when its last work ended
+        self.reduced = [zero] * tracks
+        self.outgoing = [zero] * tracks
+        self.incoming = [[zero] * tracks for _ in columns.sources]  # per edge
         self.collectives, self.hidden = [0.0] * tracks, [0.0] * tracks
-        self.work: tuple[list[float], ...] = ([], [], [], [], [], [], [])
-        self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [], [])
+        self.work: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
+        self.transfers: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
         self.end = 0.0
 
     def actions(self) -> None:
-        c, free, idle = self.columns, self.free, self.idle
+        c, free, idle, latest = self.columns, self.free, self.idle, self.latest
         all_groups, destinations, inside = c.groups, c.destinations, self.collectives
         gather = list(c.gather)
-        arrivals: list[list[float]] = [[]] * c.num_routes
+        arrivals: list[list[Any]] = [[]] * c.num_routes
         track_append, kind_append, target_append, microbatch_append, start_append, stop_append, to_append = (
             column.append for column in self.work
         )
@@ -246,8 +250,7 @@ class Run:
             if kind == RECEIVE:
                 for tracks, arrival in zip(all_groups[destinations[target]], arrivals[route], strict=True):
                     for track in tracks:
-                        if free[track] < arrival:
-                            free[track] = arrival
+                        free[track] = latest([free[track], arrival])
             elif kind == TRANSFER:
                 arrivals[route] = self._linked(target, m, to, seconds, c.flows[route])
             elif kind == REDUCE:
@@ -261,7 +264,7 @@ class Run:
                         seconds, collectives = each[group]
                     start = free[tracks[0]]
                     if len(tracks) > 1:
-                        start = max([free[track] for track in tracks])
+                        start = latest([free[track] for track in tracks])
                     stop = start + seconds
                     for track in tracks:
                         free[track] = idle[track] = stop
@@ -282,57 +285,55 @@ class Run:
                 self._span(track, OPTIMIZER, -1, -1, ready, ready + seconds)
         self.end = ready + max(self.columns.optimizer, default=0.0)
 
-    def _linked(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[float]:
+    def _linked(self, edge: int, m: int, to: int, seconds: float, flows: tuple[tuple[int, ...], ...]) -> list[Any]:
         """A transfer on links of its own; its arrival at each set of lanes. What a track sends to several of them
         leaves together: the seconds are those of the rank that sends or receives most."""
-        free, incoming = self.free, self.incoming[edge]
+        free, incoming, outgoing, latest = self.free, self.incoming[edge], self.outgoing, self.latest
         if not seconds:
-            return [max([free[track] for track in sources], default=0.0) for sources in flows]
-        left: dict[int, float] = {}
+            return [latest([free[track] for track in sources]) if sources else self.zero for sources in flows]
+        left: dict[int, Any] = {}
         arrivals = []
         for tracks, sources in zip(self.columns.groups[self.columns.destinations[edge]], flows, strict=True):
             if not sources:
-                arrivals.append(0.0)
+                arrivals.append(self.zero)
                 continue
-            start = max([free[track] for track in sources])
-            for track in sources:
-                if self.outgoing[track] > start:
-                    start = self.outgoing[track]
-            for track in tracks:
-                if incoming[track] > start:
-                    start = incoming[track]
+            before = [free[track] for track in sources]
+            before += [outgoing[track] for track in sources]
+            before += [incoming[track] for track in tracks]
+            start = latest(before)
             stop = start + seconds
             for track in sources:
-                left[track] = max(stop, left.get(track, 0.0))
+                left[track] = latest([stop, left.get(track, stop)])
             for track in tracks:
                 incoming[track] = stop
                 self._transfer(track, edge, m, to, start, stop)
             arrivals.append(stop)
         for track, stop in left.items():
-            self.outgoing[track] = stop
+            outgoing[track] = stop
         return arrivals
 
     def _gather(self, stage: int) -> None:
         for tracks in self.columns.groups[stage]:
-            start = max(self.idle[track] for track in tracks)
+            start = self.latest([self.idle[track] for track in tracks])
             stop = start + self.columns.gather[stage]
             for track in tracks:
                 self.idle[track] = stop
-                self.free[track] = max(self.free[track], stop)
+                self.free[track] = self.latest([self.free[track], stop])
                 self._span(track, GATHER, stage, -1, start, stop)
 
     def _reduce(self, stage: int, seconds: float) -> None:
         tracks = self.columns.stage_tracks[stage]
-        start = max(max(self.free[track], self.reduced[track]) for track in tracks)
+        start = self.latest([self.latest([self.free[track], self.reduced[track]]) for track in tracks])
+        stop = start + seconds
         for track in tracks:
-            self.reduced[track] = start + seconds
-            self._span(track, REDUCE, stage, -1, start, start + seconds)
+            self.reduced[track] = stop
+            self._span(track, REDUCE, stage, -1, start, stop)
 
-    def _span(self, track: int, kind: int, target: int, m: int, start: float, stop: float) -> None:
+    def _span(self, track: int, kind: int, target: int, m: int, start: Any, stop: Any) -> None:
         for column, value in zip(self.work, (track, kind, target, m, start, stop, m), strict=True):
             column.append(value)
 
-    def _transfer(self, track: int, edge: int, m: int, to: int, start: float, stop: float) -> None:
+    def _transfer(self, track: int, edge: int, m: int, to: int, start: Any, stop: Any) -> None:
         target = len(self.columns.stage_tracks) + edge
         for column, value in zip(self.transfers, (track, TRANSFER, target, m, start, stop, to), strict=True):
             column.append(value)

@@ -18,7 +18,7 @@ from hetmesh.context.token_owners import LaneTokens
 from hetmesh.cost import Work, computed_work
 from hetmesh.graph import ModuleSpec, SampleMeta
 from hetmesh.layout import Intervals
-from hetmesh.layout.intervals import coalesce, extent
+from hetmesh.layout.intervals import coalesce, extent, overlap
 
 BLOCK_ROWS = 128
 """Query rows that a kernel works on together, and positions in whose multiples keys are fetched."""
@@ -93,22 +93,3 @@ def _predicting(samples: Sequence[SampleMeta], starts: Sequence[int]) -> Interva
     return tuple(
         (first + a - 1, first + b - 1) for s, first in zip(samples, starts, strict=True) for a, b in s.targets if b > a
     )
-
-
-_MAX_LISTED_PAIRS = 16
-
-
-def overlap(a: Intervals, b: Intervals) -> int:
-    """Positions that two ascending interval lists share."""
-    if not a or not b:
-        return 0
-    if len(a) * len(b) <= _MAX_LISTED_PAIRS:  # arrays cost more than they save
-        return sum(max(min(stop, high) - max(start, low), 0) for start, stop in a for low, high in b)
-    (starts, stops), (low, high) = np.array(a, np.int64).T, np.array(b, np.int64).T
-    held = np.concatenate([[0], np.cumsum(high - low)])
-
-    def below(x: np.ndarray) -> np.ndarray:
-        i = np.maximum(low.searchsorted(x, "right") - 1, 0)
-        return held[i] + np.clip(np.minimum(x, high[i]) - low[i], 0, None)
-
-    return int((below(stops) - below(starts)).sum())

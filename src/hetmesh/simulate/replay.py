@@ -19,7 +19,7 @@ from hetmesh.graph import ModuleGraph, Routes, Stage, StageGraph, stage_graph
 from hetmesh.schedule import POLICIES, PolicyOptions
 from hetmesh.simulate.lanes import group_ranks
 from hetmesh.simulate.program import RECEIVE, Program, program
-from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, REDUCE, TRANSFER, rank_classes
+from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, FORWARD, REDUCE, TRANSFER
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _columns(
 def apart(graph: ModuleGraph, stages: StageGraph) -> dict[Stage, tuple[tuple[int, ...], ...]]:
     """Stages whose lanes lie on ranks of different kinds, by the stages that these hold, no lane on ranks of two, and
     start apart: the ranks of each kind."""
-    kinds = [frozenset(ranks) for ranks, _ in rank_classes(stages)]
+    kinds = [frozenset(ranks) for ranks, _ in stages.rank_classes()]
     found = {}
     for stage in stages.stages:
         groups = group_ranks(graph[stage.module], stage.index)

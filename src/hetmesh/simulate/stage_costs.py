@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
-from hetmesh.cost import LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
+from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
 from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
@@ -18,7 +18,7 @@ from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
 from hetmesh.layout.hashing import memoized
 from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
-from hetmesh.simulate.layer_costs import PARTS, How, LayerCosts
+from hetmesh.simulate.layer_costs import PARTS, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
@@ -169,14 +169,13 @@ class StageCosts:
             _filled(forward, cost.forward), _filled(inner, cost.backward_input), _filled(own, cost.backward_weight)
         )
 
-    def _how(self, block: bool, before: bool) -> How:
+    def _how(self, block: bool, before: bool) -> LayerOptions:
         mode = self.options.activation_checkpoint if block else "none"
         saved = saved_names(self.options.save_ops if mode == "selective" and not self.recompute else ())
         dtype = self.options.row_dtype
         group = self._group("tp")
-        return How(
+        return LayerOptions(
             str(dtype).removeprefix("torch."),
-            dtype.itemsize,
             before,
             self.backward and (self.recompute or mode != "none"),
             group,
@@ -239,8 +238,8 @@ class StageCosts:
         return ahead, back
 
     @cached_property
-    def _attentions(self) -> dict[tuple[LayerShape, How], int]:
-        found: dict[tuple[LayerShape, How], int] = {}
+    def _attentions(self) -> dict[tuple[LayerShape, LayerOptions], int]:
+        found: dict[tuple[LayerShape, LayerOptions], int] = {}
         for (kind, block, before), count in self.contents.counts.items():
             key = kind, self._how(block, before)
             if kind.key_width and self.module.layers.measured_collectives(*key) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetmesh.cost import StageBytes, StepCosts
+from hetmesh.cost import StageBytes, StageCost, StepCosts
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.program import Program
 from hetmesh.simulate.timeline import FORWARD, TRANSFER
@@ -15,7 +15,7 @@ class StageFacts:
         feeding: the cells whose rows a cell reads, once per edge.
         readers: how many forwards, by edge, read the rows of a cell.
         forwards, fixed: per stage, how many there are, and what it holds whatever the microbatches.
-        forward_bytes, backward_bytes, split_bytes, input_bytes: of cells, see `StageCost`.
+        costs: of cells.
         joined: (cell, whether rows or gradients): bytes that come from several microbatches and are put together.
     """
 
@@ -28,17 +28,15 @@ class StageFacts:
         self.fixed = [costs.stage_bytes.get(stage, StageBytes()) for stage in stages]
         index = {stage: i for i, stage in enumerate(stages)}
         cells = len(stages) * count
-        self.forward_bytes, self.backward_bytes, self.split_bytes, self.input_bytes = ([0] * cells for _ in range(4))
+        self.costs = [StageCost(0.0)] * cells
         for (stage, m), cost in costs.stages.items():
             if stage in index and m < count:
-                at = index[stage] * count + m
-                self.forward_bytes[at], self.backward_bytes[at] = cost.forward_bytes, cost.backward_bytes
-                self.split_bytes[at], self.input_bytes[at] = cost.split_bytes, cost.input_bytes
+                self.costs[index[stage] * count + m] = cost
         self.forwards = [0] * len(stages)
         for kind, target in zip(columns.kinds, columns.targets, strict=True):
             if kind == FORWARD:
                 self.forwards[target] += 1
-        self.readers = [0] * (len(stages) * count)
+        self.readers = [0] * cells
         self.feeding: dict[int, list[int]] = {}
         transfers = [i for i, kind in enumerate(columns.kinds) if kind == TRANSFER]
         for i in transfers:

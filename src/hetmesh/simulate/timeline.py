@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import GraphError
 from hetmesh.graph import Edge, StageGraph, microbatches_text
 from hetmesh.schedule import Action, Kind, Schedule
@@ -143,7 +142,7 @@ class Timeline:
         stages, known = schedule.stages, set(schedule.actions)
         names = target_names(stages)
         index = {name: i for i, name in enumerate(names)}
-        held = {rank: indices for ranks, indices in rank_classes(stages) for rank in ranks}
+        held = {rank: indices for ranks, indices in stages.rank_classes() for rank in ranks}
         ranks = sorted(records)
         sent: dict[Action, float] = {}
         for rank in ranks:
@@ -278,21 +277,6 @@ def _inside(
         else:
             seconds += min(stop, end) - start
     return gathers, seconds
-
-
-def rank_classes(stages: StageGraph, lanes: Lanes | None = None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(ranks, the stages, by index, that each of them holds): ranks that hold the same, and of each stage the same set
-    of `lanes`, are together, lowest first."""
-    groups = lanes.groups if lanes else {}
-    held: dict[int, list[tuple[int, int]]] = {}
-    for i, (stage, ranks) in enumerate(zip(stages.stages, stages.ranks, strict=True)):
-        for g, own in enumerate(groups.get(stage, (ranks,))):
-            for rank in own:
-                held.setdefault(rank, []).append((i, g))
-    classes: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for rank in sorted(held):
-        classes.setdefault(tuple(held[rank]), []).append(rank)
-    return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
 
 def target_names(stages: StageGraph) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from hetmesh.cost import Machine, TransferCost
 from hetmesh.cost.collective_time import Link
 from hetmesh.graph import Edge, Route
 from hetmesh.layout import Layout
-from hetmesh.layout.intervals import Intervals, extent
+from hetmesh.layout.intervals import Intervals, extent, overlap
+from hetmesh.layout.transfer import lacking_elements
 from hetmesh.schedule import Schedule
-from hetmesh.simulate.rank_work import overlap
 
 
 def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int) -> dict[Route, TransferCost]:
@@ -78,7 +78,7 @@ def _busiest(
     slowest link over which the former come. Every element that a rank keeps and does not hold comes to it once, from
     its own node where a rank there holds it."""
     ranks = _sample(dst, sample)
-    received = {rank: _lacking(shape, src, dst, rank) for rank in ranks}
+    received = {rank: lacking_elements(shape, src, dst, rank) for rank in ranks}
     rank = max(received, key=lambda r: received[r])
     # Each sends as large a part of all as it holds: one rank in front of four replicas sends four times what each gets.
     held = [math.prod(map(extent, _intervals(src, shape, r))) for r in _sample(src, sample)]
@@ -94,14 +94,6 @@ def _busiest(
 def _sample(layout: Layout, sample: int) -> tuple[int, ...]:
     ranks = layout.mesh.ranks
     return ranks[:: math.ceil(len(ranks) / sample)]
-
-
-def _lacking(shape: tuple[int, int], src: Layout, dst: Layout, rank: int) -> int:
-    kept = _intervals(dst, shape, rank)
-    whole = math.prod(map(extent, kept))
-    if rank not in src.mesh:
-        return whole
-    return whole - math.prod(map(overlap, kept, _intervals(src, shape, rank)))
 
 
 @lru_cache(maxsize=4096)  # a route is looked at once each way, and both ways at senders and receivers

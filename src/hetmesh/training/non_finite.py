@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import NonFiniteError
+from hetmesh.formatting import ranks_text
 from hetmesh.parallel import local_gradient
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe import sections as sections
-
-_SHOWN = 8  # ranks
 
 
 class NonFiniteSteps:
@@ -63,7 +62,7 @@ class NonFiniteSteps:
 
 
 def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World) -> str:
-    """What is not finite, and where, e.g. `"the loss (rank 2) and gradients of vision (ranks 0, 1)"`.
+    """What is not finite, and where, e.g. `"the loss (rank 2) and gradients of vision (rank 0-1)"`.
 
     Collective over all ranks, in the rare step whose sum was not finite: the usual one needs a single number.
 
@@ -78,7 +77,7 @@ def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World)
             ranks.setdefault(what, []).append(rank)
     if not ranks:
         return "the gradient norm, too large for a number,"
-    return " and ".join(f"{what} ({_ranks_text(ranks[what])})" for what in sorted(ranks, reverse=True))
+    return " and ".join(f"{what} (rank {ranks_text(ranks[what])})" for what in sorted(ranks, reverse=True))
 
 
 @torch.no_grad()
@@ -92,8 +91,3 @@ def _found(root: nn.Module, loss_sum: Tensor | float) -> list[str]:
         if not all(bool(torch.isfinite(g).all()) for g in gradients):
             found.append(f"gradients of {name}")
     return found
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -19,7 +19,7 @@ from hetmesh.errors import OutputError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import RunFolder, claim_folder
 from hetmesh.records.events import FAILED, FINISHED, STOPPED
-from hetmesh.records.metrics import StepCost, StepMetrics, run_summary
+from hetmesh.records.metrics import StepCost, StepMetrics
 from hetmesh.records.reporter import Reporter
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.resolve.samples import held_out_source
@@ -142,10 +142,7 @@ class Trainer:
             recipe.training.steps,
             rank=world.rank,
             resumed_at=self.step,
-            log_freq=recipe.metrics.log_freq,
-            verbose=recipe.metrics.verbose,
-            tensorboard=recipe.metrics.enable_tensorboard,
-            wandb=recipe.metrics.enable_wandb,
+            keys=recipe.metrics,
             config=recipe.model_dump(mode="json", by_alias=True),
             claim=self.claimed.claim,
         )
@@ -174,16 +171,7 @@ class Trainer:
                 self.checkpointer.wait()
                 if recipe.checkpoint.enable:
                     self.checkpointer.remove_old()
-            summary = run_summary(
-                self.step,
-                self.world.size,
-                seconds,
-                loss=self.loss,
-                cut_short=self.stopped and self.step < recipe.training.steps,
-                skipped_steps=self.job.non_finite.count,
-                samples_skipped=self.samples_skipped,
-                evaluated=self.validation.summary(),
-            )
+            summary = self._summary(seconds)
             shown, how = self.validation.shown()
             commands = next_steps(recipe, self.folder, self.step, self.validation.source)
             end_lines = [results(recipe, self.folder), *commands]
@@ -204,6 +192,17 @@ class Trainer:
             self.checkpointer.close()
             self.upcoming.close()
             self.reporter.close()
+
+    def _summary(self, seconds: float) -> dict[str, Any]:
+        """What summary.json says of a run that this start has trained for `seconds`; what is none or 0 is left out."""
+        known = {
+            "loss": self.loss,
+            "stopped_by_on_step": True if self.stopped and self.step < self.recipe.training.steps else None,
+            "skipped_steps": self.job.non_finite.count or None,
+            "samples_skipped": self.samples_skipped or None,
+        }
+        summary = {"steps": self.step, "ranks": self.world.size, "train_seconds": round(seconds, 3)}
+        return {**summary, **{k: v for k, v in known.items() if v is not None}, **self.validation.summary()}
 
     def _steps(self) -> None:
         recipe, world, first = self.recipe, self.world, True
