@@ -103,6 +103,12 @@ def test_results_come_by_rank_and_collectives_work(pool4):
     assert pool4.run(_identity, "x") == [(rank, "x") for rank in range(4)]
 
 
+def test_one_process_has_all_tests_with_workers(pool, request):
+    """pytest-xdist says nothing where it does not know the groups of tests, and every process then starts pools."""
+    if hasattr(request.config, "workerinput"):
+        assert request.node.nodeid.endswith("@pool")
+
+
 def test_many_cases_in_one_message(own_pool):
     assert own_pool.run_many(_identity, [(i,) for i in range(3)]) == [[(0, i), (1, i)] for i in range(3)]
     assert own_pool.run_many(_identity, []) == []

@@ -87,7 +87,7 @@ class Runtime:
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.stops = Stops()
-        self.clock = ActionClock(world.accelerator)
+        self.clock: ActionClock  # made by a step that is recorded: the host waits for the device
         self.recording: Recording | None = None
         self.collectives: Collectives = []
         self.live_bytes: LiveBytes | None = None
