@@ -207,7 +207,9 @@ def adapted(text: str, adapters: str) -> str:
     return both.replace('"qwen3"', f'"qwen3"\n{ADAPTERS[adapters]}')
 
 
-@pytest.mark.parametrize("adapters", [pytest.param("all layers", marks=pytest.mark.exhaustive), "some", "rows"])
+@pytest.mark.parametrize(
+    "adapters", ["some", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("all layers", "rows"))]
+)
 def test_adapters_with_sequence_parallelism_equal_one_process(pool, adapters):
     """Gradients of the halves that every rank has in full are summands: of features, or of tokens."""
     keys = f"{FSDP_TP}\n{SEQUENCE}"
@@ -238,7 +240,13 @@ def test_gradients_of_adapters_that_are_not_summed_over_shares_of_tokens_are_fou
 
 @pytest.mark.parametrize(
     "fault",
-    [PartialLeft("llm"), PartialLeft("vision"), pytest.param(faults.PermuteRows("llm"), marks=pytest.mark.exhaustive)],
+    [
+        PartialLeft("llm"),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (PartialLeft("vision"), faults.PermuteRows("llm"))
+        ),
+    ],
     ids=str,
 )
 def test_faults_of_sequence_parallelism_are_found(pool, fault):
