@@ -53,8 +53,8 @@ def watched(rank, recipe):
 
 OFTEN = {
     ("digits", "projector only"),
-    *(("digits_colocated", way) for way in ("frozen LLM", "LoRA in encoder and some layers")),
-    *(("digits_overlapping", way) for way in ("frozen encoder", "LoRA")),
+    ("digits_colocated", "LoRA in encoder and some layers"),
+    ("digits_overlapping", "frozen encoder"),
 }
 
 

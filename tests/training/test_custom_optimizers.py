@@ -119,6 +119,7 @@ def run_on_shards(rank, recipe, steps):
         return run_whole(rank, recipe, steps)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_update_of_shards_would_be_found(pool4, tmp_path):
     expected = pool4.run(run_whole, recipe(tmp_path / "alone", MUON, ALONE), 2)

@@ -97,7 +97,8 @@ def test_hsdp_of_both_modules_equals_one_process(pool):
     check(pool, layout(HSDP, HSDP, "colocated"))
 
 
-@pytest.mark.parametrize("reshard", [pytest.param("always", marks=pytest.mark.exhaustive), "never"])
+@pytest.mark.exhaustive  # test_parity_matrix.py has each with FSDP and with FSDP x TP
+@pytest.mark.parametrize("reshard", ["always", "never"])
 def test_when_gathered_parameters_are_let_go_makes_no_difference(pool, reshard):
     key = f'\nfsdp_reshard_after_forward = "{reshard}"'
     check(pool, layout(FSDP + key, FSDP_TP + key, "overlapping"))

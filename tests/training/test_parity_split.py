@@ -46,7 +46,13 @@ def check(pool4, folder, name, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("qwen3_vl", CP_PP)])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3_vl", CP_PP),
+        pytest.param("gemma3", DP_TP, marks=pytest.mark.exhaustive),  # its mask under TP: test_parity_sequence.py
+    ],
+)
 def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
     check(pool4, tmp_path, name, layout)
 

@@ -167,7 +167,7 @@ HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
 @pytest.mark.parametrize(
     ("policy", "reshard", "keys"),
     [
-        ("sequential", "never", {}),
+        pytest.param("sequential", "never", {}, marks=pytest.mark.exhaustive),
         ("sequential", "never", HALF),
         ("sequential", "default", {}),
         ("zero_bubble", "never", HALF),
