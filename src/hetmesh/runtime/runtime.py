@@ -62,7 +62,7 @@ class Runtime:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded as well as the CPU's; None where the device is the CPU.
         copying, beside: streams for batches and for slices in gaps; None where the device has no streams.
-        clock: of the newest step that was recorded.
+        clock: of the newest step, if it was recorded.
         recording: set it to a list to have the actions of the next steps recorded, and in
         collectives: the collectives inside them. On streams of their own (FSDP's on GPUs) they may run beside actions.
         live_bytes: set it to a `LiveBytes` that is entered to have a span of it for each action of the next steps.
@@ -87,7 +87,7 @@ class Runtime:
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.stops = Stops()
-        self.clock: ActionClock  # made by a step that is recorded: the host waits for the device
+        self.clock: ActionClock | None = None
         self.recording: Recording | None = None
         self.collectives: Collectives = []
         self.live_bytes: LiveBytes | None = None
@@ -128,9 +128,7 @@ class Runtime:
         """
         runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
         reductions = []
-        if self.recording is not None:
-            self.clock = ActionClock(self.world.accelerator)
-        clock = None if self.recording is None else self.clock
+        clock = self.clock = None if self.recording is None else ActionClock(self.world.accelerator)
         ticking = nullcontext() if clock is None else clock.collectives.ticking()
         graded = torch.set_grad_enabled(schedule.training)
         early = runner.transfers.windows if schedule.in_collectives and self._lends else {}

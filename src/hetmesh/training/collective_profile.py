@@ -27,6 +27,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.runtime.runtime import ActionClock
 from hetmesh.schedule import Kind
 from hetmesh.simulate import rank_work
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
@@ -127,8 +128,14 @@ class _Marks:
         """A step begins."""
         self.made, self.runtime.recording, self.runtime.collectives = [], [], []
 
+    @property
+    def _clock(self) -> ActionClock:
+        """The step's own, so that a mark lies between its action's start and stop."""
+        assert self.runtime.clock is not None
+        return self.runtime.clock
+
     def _mark(self, kind: str) -> Callable[..., None]:
-        return lambda *_: self.made.append((kind, self.runtime.clock.now()))
+        return lambda *_: self.made.append((kind, self._clock.now()))
 
     def _mark_backward(self, kind: str) -> Callable[..., None]:
         def hook(_: object, __: object, output: Any) -> None:
@@ -141,7 +148,7 @@ class _Marks:
     def seconds(self) -> dict[tuple[str, str, int], float]:
         """Per kind of layer, part and microbatch of the step, the seconds of the collectives in one layer."""
         recorded, self.runtime.recording = self.runtime.recording or [], None
-        marks = [(self.runtime.clock.seconds(event), kind) for kind, event in self.made]
+        marks = [(self._clock.seconds(event), kind) for kind, event in self.made]
         found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         for action, start, stop in recorded:
             if action.kind in _PARTS:
