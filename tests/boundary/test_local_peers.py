@@ -18,6 +18,7 @@ from hetmesh.boundary.local_peers import LocalPeer, LocalPeers, Mailbox, Pending
 from hetmesh.boundary.shared_memory import SlotWriter
 from hetmesh.errors import BoundaryError
 from hetmesh.layout import Layout, MeshSpec
+from support.forked import ranks_of
 
 RANK = 3
 
@@ -326,8 +327,6 @@ UNREAD = textwrap.dedent("""
 def test_unread_messages_are_reported_and_their_reader_hears_why(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNREAD)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
-    run.append(str(tmp_path / "closed"))
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert "rank 0 ends, and 1 of its messages were not read within 1 s" in done.stderr
-    assert "rank 1 lost rank 0: its process ended before its message was read" in done.stdout
+    (_, _, said), (_, heard, _) = ranks_of(script, 2, str(tmp_path / "closed"))
+    assert "rank 0 ends, and 1 of its messages were not read within 1 s" in said
+    assert "rank 1 lost rank 0: its process ended before its message was read" in heard

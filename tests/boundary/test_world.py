@@ -1,11 +1,10 @@
 """Processes that meet and part: a job that is restarted, a rank whose script ends before others have received."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from support.forked import ranks_of
 
 SCRIPT = textwrap.dedent("""
     import os, time, torch, hetmesh
@@ -30,8 +29,5 @@ def test_a_rank_whose_script_ends_waits_until_its_messages_are_read(tmp_path):
     """Also where torchrun has started it again: the ranks meet, though its store still has addresses of the first."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1"]
-    run.append(str(script))
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("arrived") == 1
+    ranks = ranks_of(script, 2, starts=2)
+    assert [(status, out) for status, out, _ in ranks] == [(0, ""), (0, "arrived\n")], ranks

@@ -163,14 +163,14 @@ def layouts_aside(state):
 
 
 def chain(pool, folder, layouts, variant="all trained"):
-    """Each layout resumes what the one before it saved, and goes on for three steps, the first of which is saved."""
-    losses = uninterrupted(pool, folder / "whole", len(layouts) + 4, variant, layouts[0])
+    """Each layout resumes what the one before it saved, and goes on for two steps, the first of which is saved."""
+    losses = uninterrupted(pool, folder / "whole", len(layouts) + 2, variant, layouts[0])
     run(pool, folder, layouts[0], 2, 2, variant=variant)
     for step, layout in enumerate(layouts[1:], 2):
         again = folder / f"again-{step}"
-        for resumed, taken in run(pool, folder, layout, 1, 3, str(again), variant=variant):
+        for resumed, taken in run(pool, folder, layout, 1, 2, str(again), variant=variant):
             assert resumed == step
-            assert taken == pytest.approx(losses[step : step + 3], rel=1e-10), layout
+            assert taken == pytest.approx(losses[step : step + 2], rel=1e-10), layout
         saved, after = (content(path / f"step-{step}") for path in (folder / "checkpoint", again))
         assert different(layouts_aside(saved), layouts_aside(after)) == []
         shutil.rmtree(again)

@@ -1,8 +1,6 @@
 """`hetmesh profile`: what it writes and says."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +13,22 @@ from hetmesh.training.collective_profile import group_recipe, measure_collective
 DIGITS = str(Path(__file__).parents[2] / "recipes" / "digits.toml")
 
 
+def command(*arguments):
+    return main([*arguments])
+
+
 @pytest.mark.slow
-def test_a_profile_is_written_and_its_errors_said(tmp_path):
+def test_a_profile_is_written_and_its_errors_said(tmp_path, start_forked):
     """E1: layers, and their collectives with a process for each rank: in a process of its own, which starts them."""
     path = tmp_path / "new" / "profile.json"
-    command = [sys.executable, "-m", "hetmesh", "profile", DIGITS.replace("digits.", "digits_colocated.")]
-    command += ["--seconds", "0", "--training.local_batch_size", "4", "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "held-out shapes: mean error" in done.stdout
-    assert "collectives of tensor and context parallelism: measured with 2 processes" in done.stdout
-    assert "held-out shapes of collectives: mean error" in done.stdout
-    assert "start anew" not in done.stderr  # workers are forked
+    keys = ("--seconds", "0", "--training.local_batch_size", "4", "--output", str(path))
+    process = start_forked(command, "profile", DIGITS.replace("digits.", "digits_colocated."), *keys)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "held-out shapes: mean error" in out
+    assert "collectives of tensor and context parallelism: measured with 2 processes" in out
+    assert "held-out shapes of collectives: mean error" in out
+    assert "start anew" not in err  # workers are forked
     profile = Profile.load(path)
     assert {kind.rpartition("tp ")[2] for kind in profile.layers} == {"1", "2"}
     judge_collectives(profile.collectives, "tp 2")

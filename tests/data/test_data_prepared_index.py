@@ -3,16 +3,19 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import hetmesh.data.conversations
+from hetmesh._processes import threads
 from hetmesh.data import Loader, make_source
 from hetmesh.data.metadata_index import build_index
+from hetmesh.data.payload_workers import InWorkers
+from hetmesh.data.payloads import SplitSources, Wanted
 from hetmesh.errors import RecipeError
 from support.tiny_processors import save as save_tiny_processor
 
@@ -64,28 +67,21 @@ def test_an_index_is_stale_when_the_processor_changes(options, tmp_path, monkeyp
         make_source("conversations", **options)
 
 
-FORKED = """
-import json, multiprocessing.forkserver, sys
-from functools import partial
-from hetmesh._processes import threads
-from hetmesh.data import make_source
-from hetmesh.data.payload_workers import InWorkers
-from hetmesh.data.payloads import SplitSources, Wanted
-sources = SplitSources({"train": partial(make_source, "conversations", **json.loads(sys.argv[1]))})
-before = threads()
-metas = [sources["train"].meta(i) for i in range(4)]
-assert threads() == before == 1, (before, threads())
-with InWorkers(sources, 1) as payloads:
-    samples = payloads.get([Wanted("train", i) for i in range(4)])
-    assert multiprocessing.forkserver._forkserver._forkserver_pid is None
-assert [len(sample.tokens) for sample in samples] == [meta.tokens for meta in metas]
-"""
+def forked(options: str) -> int:
+    os.environ.pop("TOKENIZERS_PARALLELISM", None)
+    sources = SplitSources({"train": partial(make_source, "conversations", **json.loads(options))})
+    before = threads()
+    metas = [sources["train"].meta(i) for i in range(4)]
+    assert threads() == before == 1, (before, threads())
+    with InWorkers(sources, 1) as payloads:
+        samples = payloads.get([Wanted("train", i) for i in range(4)])
+        assert forkserver._forkserver._forkserver_pid is None
+    assert [len(sample.tokens) for sample in samples] == [meta.tokens for meta in metas]
+    return 0
 
 
 @pytest.mark.slow
-def test_workers_are_forked_after_a_processor_was_used(options) -> None:
-    alone = {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path, os.environ["PYTHONPATH"]])}
-    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"} | alone
-    command = [sys.executable, "-c", FORKED, json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_workers_are_forked_after_a_processor_was_used(options, start_forked) -> None:
+    process = start_forked(forked, json.dumps(options), environment={"OPENBLAS_NUM_THREADS": "1"})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err

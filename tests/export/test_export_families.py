@@ -38,7 +38,7 @@ from support import tiny_vlms
 from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SP
 from support.tiny_exports import tensors
 
-STEPS = 20
+STEPS = 8
 SAMPLES = 8
 UNEVEN = tiny_vlms.VOCAB + 3
 """Tokens of a vocabulary."""
@@ -56,7 +56,7 @@ EP = """
     ranks = "0-3"
     data_parallel_shard_degree = 4
     expert_parallel_degree = 2
-    expert_placement_interval = 6
+    expert_placement_interval = 3
     [training]
     pack_samples = true"""
 ALL = {**LAYOUTS, "EP 2 x FSDP, experts that move": EP}

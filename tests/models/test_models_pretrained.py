@@ -487,10 +487,9 @@ PAIRS = {
     "siglip-qwen3": ({"vocab_size": 37}, "[modules.llm.lora]\nrank = 2\n"),
 }
 OFTEN = {
-    *((pair, "FSDP 2 x tensor parallel 2") for pair in PAIRS),
-    *(("whisper-qwen3", layout) for layout in ("tensor parallel 2", "HSDP 2 x 2")),
+    ("siglip-qwen3", "FSDP 2 x tensor parallel 2"),
+    ("whisper-qwen3", "HSDP 2 x 2"),
     ("clip-llama", "FSDP 2, offloaded and checkpointed"),
-    ("siglip-qwen3", "FSDP 2"),
 }
 
 

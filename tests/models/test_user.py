@@ -102,11 +102,16 @@ def laid_out(example, name, *overrides):
     return load_recipe(path, overrides)
 
 
+WITHIN_OTHERS = "tower TP 2 with SP, LLM PP 2"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.exhaustive) if each == WITHIN_OTHERS else each for each in LAYOUTS]
+)
 def test_the_example_equals_one_process_in_every_layout(pool4, example, name):
     mask = ("--modules.llm.attention_mask", "bidirectional_media") if "see all" in name else ()
-    parity.check(pool4, laid_out(example, name, *mask))
+    parity.check(pool4, laid_out(example, name, *mask), 2)
 
 
 def drawn(rng):

@@ -176,7 +176,7 @@ def recipe(model, largest=4, parallelism=None, **config):
     ],
 )
 def test_an_encoder_that_calls_its_layers_per_item(pool4, model, config):
-    parity.check(pool4, recipe(model, largest=8, **config), timeout=30)
+    parity.check(pool4, recipe(model, largest=8, **config))
 
 
 REPLICAS = {"vision": {"ranks": [0, 1], "data_parallel_replicate_degree": 2}}
@@ -186,19 +186,19 @@ IN_GAPS |= {"vision": {"ranks": [2, 3], "data_parallel_replicate_degree": 2}}
 
 @pytest.mark.parametrize("parallelism", [{}, REPLICAS, IN_GAPS], ids=["FSDP", "replicas", "zero_bubble"])
 def test_layers_that_only_a_blank_item_enters_have_no_gradient(pool4, parallelism):
-    parity.check(pool4, recipe("BlanksEnterMore", 8, parallelism), timeout=30)
+    parity.check(pool4, recipe("BlanksEnterMore", 8, parallelism))
 
 
 def test_samples_of_one_lane_pass_by_all_that_is_trained(pool4):
     """Small images do not enter the last block, and nothing else of the encoder is trained."""
     given = recipe("BySize", largest=8, many=4)
     vision = given.modules["vision"].model_copy(update={"trainable": ("blocks.2",)})
-    parity.check(pool4, given.model_copy(update={"modules": {**given.modules, "vision": vision}}), timeout=30)
+    parity.check(pool4, given.model_copy(update={"modules": {**given.modules, "vision": vision}}))
 
 
 @pytest.mark.parametrize("model", ["Scaled", "ScaledInside", "Twice", "Borrows", "SkipsBlanks", "Compiled"])
 def test_what_fsdp_cannot_shard_by_layers(pool4, model):
-    parity.check(pool4, recipe(model), timeout=30)
+    parity.check(pool4, recipe(model))
 
 
 def test_a_step_with_a_scalar_is_simulated():

@@ -53,14 +53,20 @@ def graphs_and_gradients(mode: str, backend: str = "aot_eager", save_ops=SAVE_OP
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), gradients[0]
 
 
+@pytest.fixture(scope="module")
+def without():
+    """`graphs_and_gradients` without checkpoints."""
+    return graphs_and_gradients("none")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "save_ops"),
     [("full", SAVE_OPS), ("selective", SAVE_OPS), ("selective", ["aten.mm"])],
 )
-def test_blocks_are_compiled_also_under_activation_checkpointing(mode, save_ops):
+def test_blocks_are_compiled_also_under_activation_checkpointing(without, mode, save_ops):
     """As many graphs as without (the first block's input needs no gradient), none of them interrupted."""
-    graphs, breaks, expected = graphs_and_gradients("none")
+    graphs, breaks, expected = without
     assert (graphs, breaks) == (2, 0)
     graphs, breaks, gradients = graphs_and_gradients(mode, save_ops=save_ops)
     assert (graphs, breaks) == (2, 0)

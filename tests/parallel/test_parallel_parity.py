@@ -131,7 +131,9 @@ READ = ("read", "read", "add", "sum")
 @pytest.mark.parametrize(
     "llm", [{}, {"tie_word_embeddings": True, "attention_bias": True}], ids=["qwen3", "tied, bias"]
 )
-@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(1, 4), (2, 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ((1, 2), (4, 1)))]
+)
 def test_gradients_equal_those_of_one_process(pool, dp, tp, llm):
     for loss_error, gradient_error in pool(dp * tp).run(parity, dp, tp, READ, llm):
         assert loss_error < 1e-12

@@ -21,7 +21,6 @@ from hetmesh.report.starter_text import COMMENTS
 from support.data_forms import ANSWERS, ASKED, CAPTIONS, FORMS
 from support.tiny_directory import save_directory
 from support.tiny_vlms import VOCAB
-from surveying.tiny_processor import tiny_directory
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALL = """
@@ -115,11 +114,9 @@ def test_what_it_will_leave_out_is_said(root, capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
+def prepared(directory):
     """A directory with a processor of one token per byte."""
-    folder = tmp_path_factory.mktemp("prepared")
-    tiny_directory("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", folder)
-    return str(folder)
+    return str(directory("qwen2_5_vl"))
 
 
 FIRST = ("img2dataset",)  # the others read on covered paths: tests/data/test_data_columns.py

@@ -17,8 +17,8 @@ from hetmesh.schedule import Action, Kind
 JOBS = [Action(Kind.FORWARD, Stage("vision"), m) for m in range(3)]
 
 
-def side(run, timeout=30.0):
-    return Side(run, 0, Watchdog(timeout))
+def side(run):
+    return Side(run, 0, Watchdog(30.0))
 
 
 def counted(pieces):
@@ -121,13 +121,14 @@ def test_what_has_begun_is_abandoned_with_its_step():
 
 
 def test_an_action_that_does_not_come_to_a_stop_is_named():
-    over = threading.Event()
-    with side(lambda action: over.wait(), timeout=0.2) as beside:
+    over, watchdog = threading.Event(), Watchdog(0.2, lambda message: None)  # which would end a late process
+    with Side(lambda action: over.wait(), 0, watchdog) as beside:
         beside.submit(JOBS[2])
         with pytest.raises(
             BoundaryTimeout, match=r"vision\.0 F2 in a gap of rank 0 did not come to a stop within 0.2 s"
         ):
             beside.lend(lambda: False)
+        watchdog.timeout = 30.0  # for its thread to end
         over.set()
     assert not threads()
 

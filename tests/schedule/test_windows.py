@@ -1,5 +1,7 @@
 """Windows: what may begin before its place, and that it holds no more and waits for nothing when it does."""
 
+from functools import partial
+
 import pytest
 
 from hetmesh.graph import Edge
@@ -23,13 +25,17 @@ def stays(route):
 TWO = table("vision", "0-1"), table("projector", "0-1"), table("llm", "0-1", tp=2)
 FOUR = table("vision", "0-3"), table("projector", "0-3"), table("llm", "0-3", tp=2, pp=2)
 CASES = {
-    "TP": schedule_of(*TWO),
-    "frozen": schedule_of(*TWO, trained="frozen encoder"),
-    "all but the LLM frozen, a cap": schedule_of(
-        *TWO, trained="frozen encoder", projector="trainable = false", key=f"{KEY}\nbubble_fill_in_flight = 3"
+    "TP": partial(schedule_of, *TWO),
+    "frozen": partial(schedule_of, *TWO, trained="frozen encoder"),
+    "all but the LLM frozen, a cap": partial(
+        schedule_of,
+        *TWO,
+        trained="frozen encoder",
+        projector="trainable = false",
+        key=f"{KEY}\nbubble_fill_in_flight = 3",
     ),
-    **{f"PP, {inner}": schedule_of(*FOUR, inner=inner) for inner in INNER},
-    "PP, frozen": schedule_of(*FOUR, inner="zero_bubble", trained="frozen encoder"),
+    **{f"PP, {inner}": partial(schedule_of, *FOUR, inner=inner) for inner in INNER},
+    "PP, frozen": partial(schedule_of, *FOUR, inner="zero_bubble", trained="frozen encoder"),
 }
 
 
@@ -56,7 +62,7 @@ def test_forwards_may_begin_at_once_and_backwards_where_their_gradients_have_com
 @pytest.mark.parametrize("case", CASES)
 def test_begun_as_early_as_it_may_be_nothing_waits_or_holds_more_than_its_cap(case):
     """Each rank runs what may begin at once, before anything else: the most that gaps could ever do."""
-    schedule = CASES[case]
+    schedule = CASES[case]()
     assert validate(schedule) == schedule
     stages = schedule.stages
     for rank in sorted({rank for ranks in stages.ranks for rank in ranks}):
@@ -88,7 +94,7 @@ def test_begun_as_early_as_it_may_be_nothing_waits_or_holds_more_than_its_cap(ca
 
 
 def test_messages_to_other_ranks_stay_at_their_places():
-    schedule = CASES["PP, 1f1b"]
+    schedule = CASES["PP, 1f1b"]()
     for rank in range(4):
         for action in windows(schedule, rank, stays):
             assert not isinstance(action.target, Edge) or stays(action.route)

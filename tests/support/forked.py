@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import runpy
@@ -101,28 +102,33 @@ def script(path: str, *arguments: str) -> int:
     """A script, as Python runs it."""
     sys.argv, sys.path[:1] = [path, *arguments], [str(Path(path).parent), *sys.path[:1]]
     runpy.run_path(path, run_name="__main__")
+    atexit._run_exitfuncs()  # multiprocessing does not
     return 0
 
 
-def ranks_of(path: Path, size: int, *arguments: str, timeout: float = 120.0) -> list[tuple[int | None, str, str]]:
-    """Exit status, stdout and stderr of each rank of a script that torchrun starts on `size` ranks."""
+def ranks_of(
+    path: Path, size: int, *arguments: str, timeout: float = 120.0, starts: int = 1
+) -> list[tuple[int | None, str, str]]:
+    """Exit status, stdout and stderr of each rank of a script that torchrun starts on `size` ranks, `starts` times with
+    one store: those of the last time, and all that was printed."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    started = []
-    for rank in range(size):
-        here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-        folder = path.parent / f"rank_{rank}"
-        folder.mkdir()
-        started.append(Forked(script, (str(path), *arguments), folder, environment=place | here))
-    try:
-        printed = [process.communicate(timeout) for process in started]
-        return [(process.returncode, *streams) for process, streams in zip(started, printed, strict=True)]
-    finally:
-        for process in started:
-            process.kill()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for start in range(starts):
+        started = []
+        for rank in range(size):
+            here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+            here["TORCHELASTIC_RESTART_COUNT"] = str(start)
+            folder = path.parent / f"rank_{rank}"
+            folder.mkdir(exist_ok=True)
+            started.append(Forked(script, (str(path), *arguments), folder, environment=place | here))
+        try:
+            printed = [process.communicate(timeout) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    return [(process.returncode, *streams) for process, streams in zip(started, printed, strict=True)]
 
 
 def _begin(

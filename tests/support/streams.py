@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hetmesh._torch_compat import TorchDispatchMode, tree_leaves, without_modes
+from hetmesh._torch_compat import TorchDispatchMode, without_modes
 from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator
 
@@ -58,7 +58,7 @@ class Races(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, kwargs = func._schema, kwargs or {}
-        given = [t for value in (args, kwargs) for t in tree_leaves(value) if isinstance(t, Tensor)]
+        given = [*_tensors((*args, *kwargs.values()))]
         before = {self._key(t) for t in given}
         result = func(*args, **kwargs)
         writes_arguments = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
@@ -70,8 +70,8 @@ class Races(TorchDispatchMode):
         written = {self._key(t) for t in given} if collective else self._written(schema, args, kwargs)
         for tensor in given:
             self._access(func, tensor, self._key(tensor) in written)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and self._key(tensor) not in before:
+        for tensor in _tensors(result):
+            if self._key(tensor) not in before:
                 self._access(func, tensor, True)
         return result
 
@@ -149,7 +149,16 @@ class Races(TorchDispatchMode):
     def _written(self, schema: Any, args: Any, kwargs: Any) -> set[int]:
         named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         changed = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        return {self._key(t) for t in tree_leaves(changed) if isinstance(t, Tensor)}
+        return {self._key(t) for t in _tensors(changed)}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those of an operation's arguments or results, which are tensors or lists of them; `tree_leaves` takes longer."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class NobodyConnects(EmulatedNccl):
 
 def first_batch(rank, broken):
     """Rank 1 sends to rank 2, others have no message."""
-    with emulated_world((NobodyConnects if broken else EmulatedNccl)(patience=PATIENCE)) as world:
+    with emulated_world(NobodyConnects(patience=PATIENCE) if broken else EmulatedNccl()) as world:
         channel = opened(world, Channel("vision->llm", (0, 1, 2, 3)))
         if rank not in (1, 2):
             return None
@@ -131,7 +131,7 @@ class WaitsOnTheHost(EmulatedNccl):
 
 
 def waits(rank, backend):
-    with emulated_world(backend(patience=PATIENCE)) as world:
+    with emulated_world(backend()) as world:
         channel = opened(world, Channel("waits", (0, 1)))
         out = said(lambda: move(world, 0, 1, "a", channel).finish(), world)
         return (None if out is None else out.tolist()), world.backend.counts.timed_waits, world.backend.counts.messages
@@ -194,7 +194,7 @@ def crossed_channels(rank, agree):
         started = [move(world, 0, 1, *each) for each in (order if rank == 0 or agree else order[::-1])]
         return [float(out.mean()) for each in started if (out := each.finish()) is not None]
 
-    with emulated_world(EmulatedNccl(patience=PATIENCE)) as world:
+    with emulated_world(EmulatedNccl()) as world:
         channels = [Channel(f"{name} {agree}", (0, 1)) for name in ("a", "bb")]
         world.open(channels)
         return said(lambda: step(world, *channels), world)

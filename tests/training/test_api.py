@@ -127,7 +127,7 @@ def by_rewards(rank, given):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("digits", ()),  # tensor parallel
+        pytest.param("digits", (), marks=pytest.mark.exhaustive),  # tensor parallel
         ("digits_cp_pp", ()),
         pytest.param("digits_homogeneous", ("--training.pack_samples", "true"), marks=pytest.mark.exhaustive),
     ],

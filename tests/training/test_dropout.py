@@ -53,7 +53,7 @@ COLOCATED = {
 @pytest.mark.parametrize(
     "keys",
     [
-        LORA,
+        pytest.param(LORA, marks=pytest.mark.exhaustive),
         (*LORA, "--activation_checkpoint.mode=full", "--parallelism.llm.pipeline_parallel_microbatch_size=2"),
         ("--modules.llm.config.attention_dropout=0.3", "--modules.vision.config.attention_dropout=0.3"),
     ],

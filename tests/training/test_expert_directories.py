@@ -256,7 +256,7 @@ pipeline_parallel_microbatch_size = 2
 def test_a_multimodal_model_trains_as_transformers_does(pool4, tmp_path, layout, vision):
     path = transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path))
     given = multimodal(path, tmp_path / "run", layout, vision=vision)
-    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+    compare(whole_reference(given, 2), pool4.run(run_as, given, 2, None, None, timeout=120), 1e-10)
 
 
 BALANCED = "[modules.llm.config]\nrouter_aux_loss_coef = 0.5"
@@ -274,7 +274,7 @@ BALANCED = "[modules.llm.config]\nrouter_aux_loss_coef = 0.5"
 )
 def test_a_multimodal_model_trains_as_one_process_does(pool4, tmp_path, more):
     given = multimodal(tiny_vlms.save("qwen3_vl_moe", tmp_path), tmp_path / "run", EP, more, vision="2-3")
-    compare(reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+    compare(reference(given, 2), pool4.run(run_as, given, 2, None, None, timeout=120), 1e-10)
 
 
 @exhaustive

@@ -197,12 +197,17 @@ def sound(pool4):
     "fault",
     [
         faults.ScaleGradient("vision"),
-        faults.ScaleGradient("llm", 0.5),
         faults.SwapSiblings("vision"),
         faults.DropReplica("vision", 2),
-        faults.DropReplica("llm", 1),
         faults.PermuteRows("llm"),
-        faults.PermuteRows("projector"),
+        *(
+            pytest.param(fault, marks=pytest.mark.exhaustive)
+            for fault in (
+                faults.ScaleGradient("llm", 0.5),
+                faults.DropReplica("llm", 1),
+                faults.PermuteRows("projector"),
+            )
+        ),
     ],
     ids=str,
 )

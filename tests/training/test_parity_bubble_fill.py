@@ -38,14 +38,9 @@ CASES = {
 }
 
 
-OFTEN = ("zero_bubble",)
-"""The others are exhaustive; 1f1b is what the tests below have, and LoRA what `test_parity_streams.py` has."""
-
-
+@pytest.mark.exhaustive  # the tests below have 1f1b, test_parity_gaps.py zero_bubble, test_parity_streams.py LoRA
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_o8_slices_in_gaps_equal_one_process(pool4, case):
     """Two steps in which ranks stop now and then."""
     given = CASES[case]

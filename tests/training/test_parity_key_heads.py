@@ -76,16 +76,14 @@ def some(cases, often):
     return [case if case in often else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "case", some(FOUR, ("padded", "permuted ranks", "SP, recomputed", "LoRA of keys and values", "a key head for all"))
-)
+@pytest.mark.parametrize("case", some(FOUR, ("permuted ranks", "SP, recomputed", "LoRA of keys and values")))
 def test_four_ranks_with_two_key_heads_equal_one_process(pool4, case):
-    parity.check(pool4, recipe(*FOUR[case]))
+    parity.check(pool4, recipe(*FOUR[case]), 2)
 
 
 @pytest.mark.parametrize("case", some(EIGHT, ("TP 8", "CP 2, SP, TP 4 of one head")))
 def test_eight_ranks_equal_one_process(pool8, case):
-    parity.check(pool8, recipe(*EIGHT[case]))
+    parity.check(pool8, recipe(*EIGHT[case]), 2)
 
 
 FEW = ("qwen2_5_vl", "gemma3", "llava_gemma2")
@@ -116,4 +114,4 @@ def test_models_from_directories_equal_transformers_own(pool4, tmp_path, monkeyp
     towers = [f"[parallelism.{tower}]\nranks = [0, 1]" for tower in tiny_vlms.TOWERS.get(name, ("vision",))]
     layout = "\n".join([*towers, "[parallelism.llm]", TP4])
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path)) + layout)
-    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+    compare(whole_reference(given, 2), pool4.run(run_as, given, 2, None, None, timeout=120), 1e-10)

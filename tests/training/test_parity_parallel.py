@@ -97,7 +97,8 @@ def test_hsdp_of_both_modules_equals_one_process(pool):
     check(pool, layout(HSDP, HSDP, "colocated"))
 
 
-@pytest.mark.parametrize("reshard", [pytest.param("always", marks=pytest.mark.exhaustive), "never"])
+@pytest.mark.exhaustive  # test_parity_matrix.py has each with FSDP and with FSDP x TP
+@pytest.mark.parametrize("reshard", ["always", "never"])
 def test_when_gathered_parameters_are_let_go_makes_no_difference(pool, reshard):
     key = f'\nfsdp_reshard_after_forward = "{reshard}"'
     check(pool, layout(FSDP + key, FSDP_TP + key, "overlapping"))
@@ -207,7 +208,9 @@ def adapted(text: str, adapters: str) -> str:
     return both.replace('"qwen3"', f'"qwen3"\n{ADAPTERS[adapters]}')
 
 
-@pytest.mark.parametrize("adapters", [pytest.param("all layers", marks=pytest.mark.exhaustive), "some", "rows"])
+@pytest.mark.parametrize(
+    "adapters", ["some", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("all layers", "rows"))]
+)
 def test_adapters_with_sequence_parallelism_equal_one_process(pool, adapters):
     """Gradients of the halves that every rank has in full are summands: of features, or of tokens."""
     keys = f"{FSDP_TP}\n{SEQUENCE}"
@@ -238,7 +241,13 @@ def test_gradients_of_adapters_that_are_not_summed_over_shares_of_tokens_are_fou
 
 @pytest.mark.parametrize(
     "fault",
-    [PartialLeft("llm"), PartialLeft("vision"), pytest.param(faults.PermuteRows("llm"), marks=pytest.mark.exhaustive)],
+    [
+        PartialLeft("llm"),
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (PartialLeft("vision"), faults.PermuteRows("llm"))
+        ),
+    ],
     ids=str,
 )
 def test_faults_of_sequence_parallelism_are_found(pool, fault):

@@ -1,4 +1,4 @@
-"""Parity of whole models of transformers that hetmesh splits by itself: three steps of SGD equal transformers' own
+"""Parity of whole models of transformers that hetmesh splits by itself: two steps of SGD equal transformers' own
 model in one process, by its own forward."""
 
 from __future__ import annotations
@@ -42,11 +42,17 @@ def recipe(path, layout):
 
 def check(pool4, folder, name, layout):
     given = recipe(tiny_vlms.save(name, folder), LAYOUTS.get(layout, layout))
-    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+    compare(whole_reference(given, 2), pool4.run(run_as, given, 2, None, None, timeout=120), 1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [("gemma3", DP_TP), ("qwen3_vl", CP_PP)])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("qwen3_vl", CP_PP),
+        pytest.param("gemma3", DP_TP, marks=pytest.mark.exhaustive),  # its mask under TP: test_parity_sequence.py
+    ],
+)
 def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout):
     check(pool4, tmp_path, name, layout)
 

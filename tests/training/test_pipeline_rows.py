@@ -130,7 +130,8 @@ def test_the_bubbles_of_a_real_step_add_up(pool4):
     judge(schedule, records, ran)
     rng = random.Random(0)
     drawn = {r: [(a, *sorted((rng.random(), rng.random()))) for a, _, _ in record] for r, record in records.items()}
-    early = records | {3: [(a, max(b - 0.5, 0.0), max(e - 0.5, 0.0)) for a, b, e in records[3]]}
+    half = max(stop for record in records.values() for _, _, stop in record) / 2
+    early = records | {3: [(a, max(b - half, 0.0), max(e - half, 0.0)) for a, b, e in records[3]]}
     left_out = records | {1: [*records[1][1:], (records[1][0][0], 0.0, 0.0)]}
     empty = {r: [(a, b, b) for a, b, _ in record] for r, record in records.items()}
     for spoiled in (drawn, early, left_out, empty):

@@ -19,6 +19,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
 from hetmesh.verify.processor_check import check_processor
+from support import tiny_vlms
 from support.media_files import write_video
 from support.whole_reference import whole_reference
 from surveying.classes import image_text_classes
@@ -49,7 +50,7 @@ def write_data(path: Path, asked, name: str = "data.jsonl", again: bool = True) 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("prepared")
-    tiny_directory("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", path / "model")
+    tiny_vlms.save("qwen2_5_vl", path).rename(path / "model")
     for i, count in enumerate(FRAMES):
         write_video(path / f"{i}.mp4", count=count)
     asked = (["0.png", "0.mp4"], [], ["1.mp4"], ["1.png", "2.png"])

@@ -70,7 +70,13 @@ def traffic(rank, given):
 PIPELINE = table("vision", "0,1", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
 
 
-@pytest.mark.parametrize("policy", ["1f1b", "zero_bubble", "interleaved", "three_phase", "bubble_fill"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("zero_bubble", "interleaved", "bubble_fill"),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("1f1b", "three_phase")),
+    ],
+)
 def test_in_a_pipeline_each_parameter_and_gradient_is_sent_once_per_step(pool4, policy):
     given = layout(*PIPELINE, policy, extra=SLICES if policy == "bubble_fill" else "")
     stages = set()
@@ -161,7 +167,7 @@ HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
 @pytest.mark.parametrize(
     ("policy", "reshard", "keys"),
     [
-        ("sequential", "never", {}),
+        pytest.param("sequential", "never", {}, marks=pytest.mark.exhaustive),
         ("sequential", "never", HALF),
         ("sequential", "default", {}),
         ("zero_bubble", "never", HALF),

@@ -30,13 +30,6 @@ def llava(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def qwen3_vl(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen3_vl")
-    tiny_directory("qwen3_vl", "Qwen3VLForConditionalGeneration", path)
-    return path
-
-
 @pytest.fixture
 def talks(tmp_path):
     draw, lines = np.random.default_rng(0), []
@@ -103,14 +96,14 @@ def test_a_form_of_the_recipe_is_compared_with_what_transformers_makes_of_it(lla
 
 
 @pytest.mark.parametrize("options", ["num_frames = 4", "fps = 4", "do_sample_frames = true"])
-def test_videos_are_compared_with_what_transformers_samples(qwen3_vl, tmp_path, options):
+def test_videos_are_compared_with_what_transformers_samples(directory, tmp_path, options):
     """Of a directory with a rate of its own, which transformers refuses beside `num_frames`: 0 were once compared."""
     write_video(tmp_path / "a.mp4", count=24)
     parts = [{"type": "video", "path": "a.mp4"}, {"type": "text", "text": "Rain?"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "No."}]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"id": "x", "messages": turns}))
     more = f"processor_options = {{ {options} }}\n[modules.vision]\nmedia = 'image+video'"
-    (line,) = check_processor(resolve(recipe_of(qwen3_vl, tmp_path / "talks.jsonl", more)))
+    (line,) = check_processor(resolve(recipe_of(directory("qwen3_vl"), tmp_path / "talks.jsonl", more)))
     assert line == "data: tokens and tensors of 1 of the first 1 sample equal those of transformers' own processor"
 
 
