@@ -26,6 +26,9 @@ INNER_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 _AIM_SHARES = (0.0, 0.125, 0.25, 0.5)
 """What is tried: so much of the way from a makespan's lower bound to the coarse one. Two passes each, or four."""
 
+_EARLY_SHARES = (0.0, 0.125, 0.25, 0.375, 0.5)
+"""What is tried where slices run in collectives: so many of the first forwards come before the LLM's, others late."""
+
 
 def bubble_fill(
     stages: StageGraph,
@@ -46,8 +49,8 @@ def bubble_fill(
     what they find is taken only if its score is lower. Where microbatches differ, those of which the encoders are done
     first may come first: the i-th that the encoders finish is the LLM's i-th, under its own number.
 
-    With `options.in_collectives` one more candidate has slices as late as they can be, which leaves most to
-    collectives; it is what there is without a score.
+    With `options.in_collectives` more candidates have slices as late as they can be, which leaves most to collectives,
+    but for the first forwards. Without a score there is the one without such forwards.
 
     Args:
         durations: what compute actions take, to find gaps by; None: nominal ones.
@@ -93,7 +96,7 @@ def _filled(
         return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
     if options.in_collectives:
-        found.append((late(problem, caps), _renamed(None)))
+        found += [(late(problem, caps, early), _renamed(None)) for early in _EARLY_SHARES]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
         own = problem if numbers is None else problem.renamed(names)

@@ -9,6 +9,7 @@ the LLM's actions go on only where the filler does not fit yet: that finds the f
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,20 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     return _Pass(problem, caps, lambda i, _: i < problem.backwards, fill_order=FillOrder(soonest=True)).run()
 
 
-def late(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
+def late(problem: FillProblem, caps: Sequence[int | None], early: float = 0.0) -> Filled:
     """Fillers as late as they can be: forwards when the sink's module needs them, backwards when caps ask for them, or
-    last. Whatever may begin before its place then has the longest time to."""
-    return _Pass(problem, caps, lambda *_: False).run()
+    last. Whatever may begin before its place then has the longest time to.
+
+    Args:
+        early: the share of each stage's microbatches whose forwards come first, as in `coarse`: the sink's module has
+            nothing else to do until then, and pipelines of encoders fill.
+    """
+    count = Counter(problem.stage[problem.fixed : problem.backwards])
+
+    def first(i: int, _: _Pass) -> bool:
+        return i < problem.backwards and problem.actions[i].microbatch < early * count[problem.stage[i]]
+
+    return _Pass(problem, caps, first, fill_order=FillOrder(soonest=early > 0.0)).run()
 
 
 def fill(
