@@ -6,8 +6,16 @@ Three cells of the strong scaling of Optimus (arXiv 2408.03505): batch 1536, mic
 (`hetmesh.cost.stage_cuts`, ties `even`), interleaved 1F1B. *megatron*: all ViT blocks in the first of 8 stages, 1F1B;
 literally beside 12 GPT blocks, and rebalanced. *bubble_fill*: the LLM in 96 virtual stages, the ViT with a plan of its
 own on the same ranks, on which its stages may take turns, of all plans that fit the fastest; with encoder kernels in
-the LLM's TP collectives (simulated only), without, and placed coarsely. Recomputation everywhere. One replica is
-simulated, all are equal.
+the LLM's TP collectives (`bubble_fill_in_collectives`), without, and placed coarsely. Recomputation everywhere. One
+replica is simulated, all are equal.
+
+*What counts* (`share_of_saving`) runs: the plan is simulated as a run has it, with what is begun in a collective over
+at its place and no more microbatches in flight than the cap; `hetmesh check` takes it with the key on, and `hetmesh
+dryrun` of rank 0, at full size and on the fake device, reaches the end of a step that fits into memory (`runs.py`). A
+plan of which that is not so is named (`does_not_run`), and the next best is taken. No GPU has run any of them: seconds
+are the simulator's, and the dry run takes no time. Two things differ: the recipe has embeddings, a projector and a
+head, which the simulated model leaves out; and on GPUs nobody waits at the places of actions, but for rows, while the
+host hands encoder actions over one of the LLM's microbatches ahead, which the simulator does not know.
 
 *bound* (`bound_s`, `speedup_reachable`): what no order of any plan that fits is below (`bound.py`), in which LLM and
 machine stay as they are. The LLM waits for its first rows, which is the encoder's forward through all its layers, and
@@ -21,11 +29,11 @@ fastest one.
 With fewer samples in flight than the LLM's own order needs (64 are allowed: activations of 32 microbatches are 5 GB on
 a rank) an encoder that is a pipeline, too, stalls it. zero_bubble has one stage per rank, and with that few turns its
 own bubbles are larger than what it hides. Between stages ranks send their share of the tokens, as all blocks of the
-baseline do (sequence parallelism, here of encoders, too: simulated only, since no adapter of an encoder has it).
+baseline do (sequence parallelism, here of encoders, too).
 
 `share_of_bound`, the LLM's own step over the filled one, is `share_of_bound_unfilled` for the balanced chain, which
 hides nothing. `share_of_saving` is the share of the seconds between the balanced step and the LLM's own that filling
-saves, size by size: with encoder kernels in TP collectives, and without, which is what the runtime can do.
+saves, by number of GPUs: with encoder kernels in TP collectives, and without.
 `drift_worst` compares with 1f1b without filling, which takes twice as long: `drift_worst_over_rivals` is the worst of
 one batch over the best of three_phase, the coarse placement and an order of that batch's own.
 
@@ -42,8 +50,10 @@ from typing import Any
 from benchmarks.optimus import models
 from benchmarks.optimus.bound import Bound, llm_alone
 from benchmarks.optimus.drift import drift
-from benchmarks.optimus.filled import Filled, best, bounds, fill, plans
+from benchmarks.optimus.encoder_plans import EncoderPlan
+from benchmarks.optimus.filled import Filled, best, bounds, fill, in_flight, plans
 from benchmarks.optimus.layouts import balanced_counts, chain_seconds, megatron_counts
+from benchmarks.optimus.runs import tried
 
 JUDGES = (
     "src/hetmesh/cost",
@@ -52,6 +62,10 @@ JUDGES = (
     "src/hetmesh/planner/candidates.py",
     "src/hetmesh/simulate/fill_bubbles.py",
     "src/hetmesh/planner/predict.py",
+    "src/hetmesh/resolve/refusals.py",
+    "src/hetmesh/resolve/schedules.py",
+    "src/hetmesh/dryrun/dry_run.py",
+    "recipes/mllm_22b_175b.toml",
 )
 """What an output of it judges (`kept.py`)."""
 
@@ -107,8 +121,8 @@ def _shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return (row["balanced_s"] - row[seconds]) / (row["balanced_s"] - row["llm_only_s"])
 
     return {
-        "share_of_saving": [saved(row, "bubble_fill_s") for row in rows],
-        "share_of_saving_without_tp_gaps": [saved(row, "without_tp_gaps_s") for row in rows],
+        "share_of_saving": {str(row["gpus"]): saved(row, "bubble_fill_s") for row in rows},
+        "share_of_saving_without_tp_gaps": {str(row["gpus"]): saved(row, "without_tp_gaps_s") for row in rows},
         "share_of_bound_unfilled": min(row["llm_only_s"] / row["balanced_s"] for row in rows),
     }
 
@@ -120,6 +134,10 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
     began = time.process_time()
     filled = best(dp, constants, gaps=True)
     searched = time.process_time() - began
+    refused: dict[EncoderPlan, str] = {}
+    while (run := tried(dp, filled.plan, in_flight(filled.plan))).why_not:
+        refused[filled.plan] = run.why_not
+        filled = best(dp, constants, gaps=True, without=refused)
     plain = best(dp, constants, gaps=False)
     each = [bound for _, bound in bounds(dp, constants)]
     coarse = fill(dp, filled.plan, constants, gaps=False, refine=False)
@@ -142,7 +160,9 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "encoder_traffic_s": filled.traffic,
         "encoder_work_s": filled.work,
         "bubble_fill_s": filled.seconds,
-        "plan": _named(filled),
+        "plan": _named(filled.plan),
+        "run": run.figures,
+        "does_not_run": {_named(plan): why for plan, why in refused.items()},
         "plans": len(plans(dp)),
         "plans_that_fit": len(each),
         "bound_s": each[0].seconds,
@@ -162,7 +182,7 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "held_samples": filled.held,
         "peak_gb": filled.peak / 1e9,
         "without_tp_gaps_s": plain.seconds,
-        "without_tp_gaps_plan": _named(plain),
+        "without_tp_gaps_plan": _named(plain.plan),
         "speedup_without_tp_gaps": reference / plain.seconds,
         "hidden_share_without_tp_gaps": _hidden(plain, llm),
         "coarse_s": coarse.seconds,
@@ -185,8 +205,7 @@ def _hidden(filled: Filled | Bound, llm: float) -> float:
     return 1 - max(filled.seconds - llm - filled.traffic, 0.0) / filled.work
 
 
-def _named(filled: Filled) -> str:
-    plan = filled.plan
+def _named(plan: EncoderPlan) -> str:
     turns = f", {plan.virtual} stages per rank" if plan.virtual > 1 else ""
     return f"PP {plan.pp} x TP {plan.tp}, {plan.lanes} pipelines per replica, microbatches of {plan.microbatch}{turns}"
 
@@ -215,7 +234,12 @@ def table(result: dict[str, Any]) -> str:
             f"(at most {row['hidden_share_reachable']:.0%}); "
             f"{row['over_llm_and_traffic']:+.1%} over LLM and gradient sums"
         )
-        lines.append(f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s")
+        run = row["run"]
+        lines.append(
+            f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s; runs: check, and dryrun of "
+            f"{run['microbatches']} microbatches ({run['dryrun_s']:.0f} s, {run['dryrun_peak_gb']:.0f} GB)"
+        )
+        lines += [f"      does not run: {plan}: {why}" for plan, why in row["does_not_run"].items()]
     stale = {key.removeprefix("over_"): max(each) for key, each in result["drift"].items() if key.startswith("over_")}
     lines.append("drift, worst step over " + ", ".join(f"{key}: {value:.3f}" for key, value in stale.items()))
     lines.append(f"constants: {result['constants']}")
