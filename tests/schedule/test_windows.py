@@ -7,7 +7,7 @@ import pytest
 from hetmesh.graph import Edge
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
-from hetmesh.schedule import Kind, dependencies, holding, validate, windows
+from hetmesh.schedule import Kind, ahead, dependencies, holding, validate, windows
 from support.parity_cases import INNER, filled, table
 
 KEY = "bubble_fill_in_collectives = true"
@@ -111,3 +111,30 @@ def test_nothing_begins_early(options):
 def test_a_rank_with_nothing_else_has_no_collectives_to_use():
     schedule = schedule_of(table("vision", "0-3"), table("projector", "0-3"), table("llm", "0-1", tp=2))
     assert [bool(windows(schedule, rank, stays)) for rank in range(4)] == [True, True, False, False]
+
+
+def compute(actions):
+    return [str(a) for a in actions if a.kind in (Kind.FORWARD, Kind.BACKWARD) and not str(a).startswith("vision.0")]
+
+
+def test_a_device_is_given_what_runs_beside_before_the_actions_that_it_runs_beside():
+    schedule = ahead(schedule_of(*TWO, count=4))
+    assert compute(schedule.actions) == [
+        "vision.1 F0", "projector.0 F0", "vision.1 F1", "projector.0 F1", "llm.0 F0", "llm.0 B0",
+        "projector.0 B0", "vision.1 B0", "vision.1 F2", "projector.0 F2", "llm.0 F1", "llm.0 B1",
+        "projector.0 B1", "vision.1 B1", "vision.1 F3", "projector.0 F3", "llm.0 F2", "llm.0 B2",
+        "projector.0 B2", "vision.1 B2", "llm.0 F3", "llm.0 B3", "projector.0 B3", "vision.1 B3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_comes_ahead_is_valid_within_caps_and_leaves_others_in_order(case):
+    schedule = CASES[case]
+    early = ahead(schedule)
+    assert validate(early) == early
+    assert compute(early.actions) != compute(schedule.actions)
+    for some in (schedule.beside, frozenset(schedule.stages.stages) - schedule.beside):
+        for rank in sorted({rank for ranks in schedule.stages.ranks for rank in ranks}):
+            before, after = ([a for a in each.of_rank(rank) if a.target in some] for each in (schedule, early))
+            assert [a for a in before if a.kind is not Kind.REDUCE] == [a for a in after if a.kind is not Kind.REDUCE]
+    assert ahead(schedule_of(*TWO, key="")) == schedule_of(*TWO, key="")

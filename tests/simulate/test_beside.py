@@ -15,7 +15,7 @@ from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta, Stage
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
-from hetmesh.schedule import POLICIES, Kind, PolicyOptions
+from hetmesh.schedule import POLICIES, Kind, PolicyOptions, bubble_fill
 from hetmesh.simulate import StepModel, bubbles, simulate
 
 VISION, LLM = Stage("vision"), Stage("llm")
@@ -124,6 +124,22 @@ def test_an_action_that_collectives_did_not_hide_is_over_at_its_place():
     # Of the second forward (8) the collectives of the LLM's first microbatch hide 4; 4 come before its second one.
     stages = early.stages | {(VISION, 1): StageCost(8.0, 0.0, 1.5, 0.0, 0.5)}
     assert simulate(late, replace(early, stages=stages), beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+
+
+def test_forwards_of_an_encoder_pipeline_are_tried_in_rounds_too():
+    """Each as late as can be, and of as many microbatches as the LLM's pipeline has ranks: they follow each other."""
+    stages, tried = encoder_and_llm(module("vision", [0, 1], 2), module("llm", [0, 1], 2)), []
+
+    def score(schedule):
+        tried.append(schedule)
+        return -len(tried)  # the last one
+
+    best = bubble_fill(stages, 4, True, PolicyOptions(in_collectives=True, refine=False), score=score)
+    assert len(tried) == 3  # all first; one by one; in rounds
+    assert [str(a) for a in best.actions if a.kind is Kind.FORWARD][:9] == [
+        "vision.0 F0", "vision.1 F0", "vision.0 F1", "vision.1 F1", "llm.0 F0", "llm.1 F0", "llm.0 F1", "llm.1 F1",
+        "vision.0 F2",
+    ]  # fmt: skip
 
 
 LONG = StageParts((("mlp", 8.0),), (), (("attention", 1.0), ("collective", 0.5)))

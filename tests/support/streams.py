@@ -217,7 +217,7 @@ class StreamedCpu(Accelerator):
         self.races.copied(copied)
         return copied
 
-    def stream(self) -> _Stream:
+    def stream(self, *, high_priority: bool = False) -> _Stream:
         return _Stream(self.races, self.races.new_stream())
 
     def current_stream(self) -> _Stream:

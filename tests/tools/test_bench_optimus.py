@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hetmesh.cli.check import checked
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.schedules import schedule_options
+
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
@@ -15,6 +19,26 @@ def load(monkeypatch):
     """`load("benchmarks.optimus")`: a module of tools/."""
     monkeypatch.syspath_prepend(str(TOOLS))
     return importlib.import_module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpus", "shape"), [(1536, (8, 4, 2, 1, 2)), (2048, (8, 8, 1, 2, 3)), (3072, (1, 4, 16, 1, 1))], ids=str
+)
+def test_a_plan_is_the_recipe_that_check_takes(load, gpus, shape):
+    """Its stages, lanes and microbatches, and the key."""
+    models, runs = load("benchmarks.optimus.models"), load("benchmarks.optimus.runs")
+    plan, dp = load("benchmarks.optimus.encoder_plans").EncoderPlan(*shape), models.PUBLISHED[gpus]["dp"]
+    given = load_recipe(runs.ROOT / runs.RECIPE, runs.overrides(dp, plan, 32))
+    resolved, lines = checked(given)
+    graph = resolved.graph
+    assert (graph["vision"].num_stages, graph["llm"].num_stages) == (plan.pp * plan.virtual, 96)
+    assert (graph["vision"].num_lanes, graph["llm"].num_lanes) == (plan.lanes * dp, dp)
+    assert graph["vision"].options.sequence_parallel
+    options = schedule_options(given)
+    assert (options.in_collectives, options.in_flight, options.inner) == (True, 32, "interleaved")
+    assert given.balance.microbatch_sizes == {"vision": plan.microbatch}
+    assert any("which needs GPUs" in line for line in lines)
 
 
 RIVALS = ("three_phase", "coarse", "own_order")
@@ -88,8 +112,9 @@ def test_baselines_hold_all_layers_and_the_kept_run_has_every_key(load):
     } <= set(kept)
     assert all(row["over_bound"] >= -1e-9 for row in kept["rows"])
     assert kept["share_of_bound_unfilled"] > 0.8  # what share_of_bound is where nothing is hidden
-    for share, row in zip(kept["share_of_saving"], kept["rows"], strict=True):
-        assert 0 < share < row["share_of_bound"]
+    for row in kept["rows"]:
+        assert 0 < kept["share_of_saving"][str(row["gpus"])] < row["share_of_bound"]
+        assert row["run"]["microbatches"] == row["microbatches"]
     assert kept["drift_worst_over_rivals"] == max(max(kept["drift"][f"over_{rival}"]) for rival in RIVALS)
     assert "over balanced" in optimus.table(kept)
     assert kept["ordered"]

@@ -7,19 +7,23 @@ import pytest
 import torch
 
 from hetmesh.boundary import World
+from hetmesh.cli.check import checked
 from hetmesh.errors import BoundaryTimeout, RecipeError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.recipe.section import FrozenDict
 from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import Runtime, step_transfers
 from hetmesh.runtime.side import Side, _FlowState
+from hetmesh.runtime.stage_streams import StageStreams
 from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.schedule import windows
 from hetmesh.testing.emulated_nccl import EmulatedNccl, emulated_world
 from hetmesh.testing.parity import compare, reference, run
+from hetmesh.training.job import Job
 from support import tiny_vlms
 from support.drawn_lending import drawn_lending
 from support.parity_cases import INNER, filled, packed, table
+from support.streams import streamed
 
 KEY = "bubble_fill_in_collectives = true"
 TWO = table("vision", "0-1"), table("projector", "0-1")
@@ -145,6 +149,48 @@ def test_messages_keep_the_rules_of_nccl(pool, case):
         assert pieces > 0
 
 
+TP_BESIDE = table("vision", "0-1", tp=2), table("projector", "0-1", tp=2)
+ON_STREAMS = {
+    "encoder TP": both(*TP_BESIDE, llm()),
+    "encoder TP, sequence parallelism in both, computed again": both(
+        table("vision", "0-1", tp=2) + SP, TP_BESIDE[1], llm(more=SP), checkpointed("full")
+    ),
+    "an encoder pipeline with TP over both stages": both(
+        table("vision", "0-3", pp=2, tp=2), table("projector", "0-3", tp=2), llm("0-3", pp=2)
+    ),
+    "LLM FSDP": CASES["LLM FSDP"],
+    "PP, zero_bubble": CASES["PP, zero_bubble"],
+}
+
+
+def on_streams(rank, without, given, fault):
+    """Outcomes without the key, and with it on streams over emulated NCCL; races, streams, waits of the host."""
+    found = [] if fault else [run(without, World.current(), 2)]
+    with emulated_world() as world, streamed(world) as races, pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(StageStreams, fault, lambda *_: None)
+        found.append(run(given, world, 2))
+    return found, sorted(set(races.found)), len(races.used), races.host_waits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [each if "pipeline" in each else pytest.param(each, marks=pytest.mark.exhaustive) for each in ON_STREAMS]
+)
+def test_on_an_asynchronous_device_streams_change_no_bit_and_are_in_order(pool, case):
+    without, given = ON_STREAMS[case]
+    for found, races, streams, waits in pool(given.world_size).run(on_streams, without, given, None, timeout=240):
+        assert races[:8] == []
+        assert (equal(*found), waits) == (True, 0)
+        assert streams >= 4  # of slices, of what they run beside, of batches; around them the norm
+
+
+@pytest.mark.exhaustive
+def test_a_stream_that_is_not_waited_for_is_found(pool):
+    results = pool(2).run(on_streams, *ON_STREAMS["encoder TP"], "receive", timeout=120)
+    assert any("in use on stream" in found for _, races, *_ in results for found in races)
+
+
 def with_delays(rank, given, runs):
     """Whether runs in which both flows stop now and then give the bits of one that does not lend."""
     execute, chance = StepRunner.execute, random.Random(rank)
@@ -250,11 +296,25 @@ def refusal(given):
 
 def test_what_has_collectives_of_its_own_is_refused_beside_others():
     key = "parallelism.bubble_fill_in_collectives = True"
-    (_, given) = both(TWO[0], llm())
-    says = "'projector' has a tensor_parallel_degree = 2 ('projector' takes the mesh of 'llm': give it a table)"
-    assert f"{key}: {says}" in refusal(given)
     (_, given) = both(table("vision", "0-3", fsdp=2), table("projector", "0-3", fsdp=2), llm("0-3", pp=2))
     assert f"{key}: 'vision' has a data_parallel_shard_degree = 2; what runs in" in refusal(given)
     (_, given) = both(*FOUR, table("llm", "0-3", pp=2))
     assert f"{key}: 'llm' has a tensor_parallel_degree of 1, and so no collectives in which" in refusal(given)
     resolve(both(*TWO, llm())[1])
+
+
+def built(rank, given):
+    with pytest.raises(RecipeError) as caught:
+        Job.assemble(resolve(given), World.current())
+    return str(caught.value)
+
+
+def test_tensor_parallelism_beside_is_refused_where_a_run_is_on_cpus(pool):
+    """A recipe does not say where it will run: `check` says what it needs, and a job on CPUs is not built."""
+    given = both(TWO[0], llm())[1]
+    says = (
+        "parallelism.bubble_fill_in_collectives = True: 'projector' has a tensor_parallel_degree = 2 ('projector' "
+        "takes the mesh of 'llm': give it a table), which needs GPUs: on CPUs ranks halt encoders"
+    )
+    assert any(line.startswith(f"note: {says}") for line in checked(given)[1])
+    assert all(said.startswith(says) and "leave the key out" in said for said in pool(2).run(built, given))

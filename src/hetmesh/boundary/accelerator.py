@@ -85,8 +85,9 @@ class Accelerator:
         """Memory of a host with the sizes of `like`, a device's, to which the device copies while the host goes on."""
         return torch.empty_like(like, device="cpu")
 
-    def stream(self) -> Stream | None:
-        """A new queue beside the current one; None where there are none."""
+    def stream(self, *, high_priority: bool = False) -> Stream | None:
+        """A new queue beside the current one; None where there are none. `high_priority`: where both have kernels that
+        wait for processors, its kernels get them before those of other queues, the current one too."""
         return None
 
     def current_stream(self) -> Stream | None:
@@ -134,8 +135,8 @@ class Cuda(Accelerator):
     def empty_pinned(self, like: Tensor) -> Tensor:
         return torch.empty_like(like, device="cpu", pin_memory=not like.is_sparse)
 
-    def stream(self) -> Stream:
-        return torch.Stream(self.device)
+    def stream(self, *, high_priority: bool = False) -> Stream:
+        return torch.Stream(self.device, priority=-int(high_priority))  # the lowest is 0, as that of the default stream
 
     def current_stream(self) -> Stream:
         return torch.accelerator.current_stream(self.device)

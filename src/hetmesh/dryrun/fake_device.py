@@ -168,7 +168,7 @@ class FakeAccelerator(Cuda):
     def used(self, waits: HostWaits) -> AbstractContextManager[None]:
         return _module().used(waits)
 
-    def stream(self) -> FakeStream:
+    def stream(self, *, high_priority: bool = False) -> FakeStream:
         return FakeStream()
 
     current_stream = stream

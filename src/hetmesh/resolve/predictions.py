@@ -13,6 +13,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import kinds_of
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options
+from hetmesh.schedule import ahead
 from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, largest_memory, rank_memory, simulate
 from hetmesh.simulate.fill_bubbles import fill_bubbles
 
@@ -102,6 +103,6 @@ def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:
 
 def step_memory(resolved: ResolvedRecipe, model: StepModel, plan: BatchPlan) -> dict[int, RankMemory]:
     """Per rank what it holds at most in the step of one `plan`: what a dry run or a real one of that step measures."""
-    schedule = resolved.schedules.of(plan)
+    schedule = ahead(resolved.schedules.of(plan))  # what is begun before its place holds memory from then on
     communicators = job_communicators(model.graph, resolved.recipe.world_size, lambda spec: model.shape(spec.name))
     return rank_memory(model, schedule, model.costs(plan, schedule), communicators)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -278,29 +278,63 @@ def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes
         refusals.add(f"{recipe.schedule_place(key)} = {value!r}: it cuts no module ({listed}); leave it out")
 
 
-_NOT_BESIDE = {axis: DEGREE_OF_AXIS[axis] for axis in ("tp", "cp", "dp_shard")} | {"ep": EXPERT_DEGREE}
-"""Axes whose ranks meet in collectives inside a module, and the keys of their sizes."""
+_NOT_BESIDE = {axis: DEGREE_OF_AXIS[axis] for axis in ("cp", "dp_shard")} | {"ep": EXPERT_DEGREE}
+"""Axes whose ranks meet in collectives inside a module, and the keys of their sizes; beside on a GPU, "tp" may."""
 
 
 def _in_collectives(recipe: Recipe, refusals: Refusals) -> None:
-    """What runs in the LLM's collectives may have none of its own, in which ranks would have to be at the same time."""
-    key, meshes = recipe.schedule_place("bubble_fill_in_collectives"), recipe.wiring.meshes
-    sink = meshes[recipe.sink]
+    """What runs in the LLM's collectives may have none of its own, in which ranks would have to be at the same time. Of
+    tensor parallelism it may on GPUs: which the run has is not known here (`check_device`)."""
+    key = recipe.schedule_place("bubble_fill_in_collectives")
+    sink = recipe.wiring.meshes[recipe.sink]
     if sink.axis_size("tp") == 1:
         refusals.add(
             f"{key} = True: {recipe.sink!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
             "could run; leave it out, or give the LLM tensor parallel ranks"
         )
+    for has in _meeting_beside(recipe, _NOT_BESIDE):
+        refusals.add(
+            f"{key} = True: {has}; what runs in the LLM's collectives may have none of its own, give its ranks to "
+            "data_parallel_replicate_degree"
+        )
+
+
+def check_device(recipe: Recipe, *, asynchronous: bool) -> None:
+    """Check that the device of a run does what `recipe` asks of it.
+
+    Args:
+        asynchronous: whether it is a GPU, to which the host only queues work.
+
+    Raises:
+        RecipeError: all that it does not, a line each.
+    """
+    refusals = Refusals()
+    for need in () if asynchronous else needs_of_device(recipe):
+        refusals.add(f"{need}; on CPUs give its ranks to data_parallel_replicate_degree, or leave the key out")
+    refusals.finish()
+
+
+def needs_of_device(recipe: Recipe) -> Iterator[str]:
+    """What no CPU can do that `recipe` asks for, with the reasons."""
+    key = "bubble_fill_in_collectives"
+    if recipe.fills_bubbles and recipe.schedule_key(key):
+        for has in _meeting_beside(recipe, {"tp": DEGREE_OF_AXIS["tp"]}):
+            yield (
+                f"{recipe.schedule_place(key)} = True: {has}, which needs GPUs: on CPUs ranks halt encoders wherever a "
+                "collective of the LLM ends, so that one would wait in the encoder's for one that halts before it"
+            )
+
+
+def _meeting_beside(recipe: Recipe, axes: Mapping[str, str]) -> Iterator[str]:
+    """The modules on ranks of the LLM's whose ranks meet inside along some of `axes`, given with their keys."""
+    meshes = recipe.wiring.meshes
     for name, mesh in meshes.items():
-        wrong = [f"{_NOT_BESIDE[axis]} = {mesh.axis_size(axis)}" for axis in _NOT_BESIDE if mesh.axis_size(axis) > 1]
-        if name == recipe.sink or not wrong or not set(mesh.ranks) & set(sink.ranks):
+        some = [f"{key} = {mesh.axis_size(axis)}" for axis, key in axes.items() if mesh.axis_size(axis) > 1]
+        if name == recipe.sink or not some or not set(mesh.ranks) & set(meshes[recipe.sink].ranks):
             continue
         owner = recipe.wiring.tables[name]
         takes = "" if owner == name else f" ({name!r} takes the mesh of {owner!r}: give it a table)"
-        refusals.add(
-            f"{key} = True: {name!r} has a {' and a '.join(wrong)}{takes}; what runs in the LLM's collectives may have "
-            "none of its own, give its ranks to data_parallel_replicate_degree"
-        )
+        yield f"{name!r} has a {' and a '.join(some)}{takes}"
 
 
 def _references(recipe: Recipe, refusals: Refusals) -> None:

@@ -40,6 +40,7 @@ class StepSchedules:
         self.recipe, self.graph = recipe, graph
         self.model = model if recipe.fills_bubbles else None
         self._typical: dict[Routes, Schedule] = {}
+        self._newest: tuple[BatchPlan, Schedule] | None = None  # of steps that have their own
 
     @cached_property
     def each_step(self) -> bool:
@@ -55,8 +56,11 @@ class StepSchedules:
             return recipe_schedule(self.recipe, self.graph, plan.routes, training)
         options = schedule_options(self.recipe)
         if self.each_step:
-            encoders = [name for name in self.graph.order if name != self.graph.sink.name]
-            return fill_bubbles(self.model, plan, training, options, beside=encoders if options.in_collectives else ())
+            if self._newest is None or self._newest[0] is not plan:  # several ask for one plan's, which takes seconds
+                encoders = [name for name in self.graph.order if name != self.graph.sink.name]
+                beside = encoders if options.in_collectives else ()
+                self._newest = plan, fill_bubbles(self.model, plan, training, options, beside=beside)
+            return self._newest[1]
         found = self._typical.pop(plan.routes, None)
         if found is None:
             found = fill_typical(self.model, plan.routes, training, options, TYPICAL)

@@ -61,7 +61,8 @@ class Runtime:
     Attributes:
         places: per stage of this rank, where it draws random numbers.
         device_module: whose generator is seeded as well as the CPU's; None where the device is the CPU.
-        copying, beside: streams for batches and for slices in gaps; None where the device has no streams.
+        copying, beside, first: streams for batches, for slices in gaps, and, of high priority, for the stages in whose
+            collectives slices run; None where the device has no streams.
         clock: of the newest step, if it was recorded.
         recording: set it to a list to have the actions of the next steps recorded, and in
         collectives: the collectives inside them. On streams of their own (FSDP's on GPUs) they may run beside actions.
@@ -85,6 +86,7 @@ class Runtime:
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = world.accelerator.random_module
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
+        self.first = world.accelerator.stream(high_priority=True)
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
         self.stops = Stops()
         self.clock: ActionClock | None = None

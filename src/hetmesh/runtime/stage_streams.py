@@ -1,5 +1,6 @@
 """Which stream a rank runs each stage on: slices that fill gaps of other stages have a separate one, so that the device
-fills a gap whenever it occurs, not only where the schedule expects it."""
+fills a gap whenever it occurs, not only where the schedule expects it. Where they run in collectives of the others,
+these have one of high priority: the device then gives slices only what the others leave."""
 
 from __future__ import annotations
 
@@ -17,25 +18,32 @@ class StageStreams:
 
     A transfer starts on the stream of its source, and arrives on that of its destination, where this rank has both;
     what passes between two streams waits for an event, and keeps its memory until the second has read it. `side`: for
-    the slices; None runs everything on the current stream. The same in all steps: memory is a stream's.
+    the slices; None runs everything on the current stream. `first`: for the others, where slices run in their
+    collectives. The same in all steps: memory is a stream's.
     """
 
-    def __init__(self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, schedule: Schedule, rank: int, side: Stream | None, first: Stream | None
+    ) -> None:
         self.accelerator, self.schedule = accelerator, schedule
         self._stages = frozenset(s for s in schedule.stages.stages if rank in schedule.stages.ranks_of(s))
         beside = self._stages & schedule.beside
         self._side = side if beside and beside != self._stages else None
         self._beside = frozenset() if self._side is None else beside
-        self._own = accelerator.current_stream()
+        self._around = accelerator.current_stream()
+        self._first = first if schedule.in_collectives and self._side is not None else None
+        self._own = self._first or self._around
         self._sent: dict[Route, Event] = {}
-        if self._side is not None:
-            self._side.wait_event(self._reached())
+        self._started = [stream for stream in (self._side, self._first) if stream is not None]
+        for stream in self._started:
+            stream.wait_event(self._reached())
 
     def of(self, action: Action) -> AbstractContextManager[object]:
         """A context in which `action` is queued."""
         target = action.target
         stage = target if isinstance(target, Stage) else self._end(target, action.kind)
-        return self.accelerator.on(self._side) if stage in self._beside else nullcontext()
+        stream = self._side if stage in self._beside else self._first
+        return nullcontext() if stream is None else self.accelerator.on(stream)
 
     def sending(self, route: Route, rows: Tensor) -> None:
         """`rows` are about to start along `route`, on the stream of its source."""
@@ -58,11 +66,12 @@ class StageStreams:
             self.accelerator.used_by(rows, self._stream(route.edge.destination))
 
     def join(self) -> None:
-        """What is queued from here on runs after everything on both streams."""
-        if self._side is not None and self._own is not None:
-            with self.accelerator.on(self._side):
+        """What is queued from here on runs after everything on all streams."""
+        for stream in self._started:
+            with self.accelerator.on(stream):
                 over = self._reached()
-            self._own.wait_event(over)
+            if self._around is not None:
+                self._around.wait_event(over)
 
     def _end(self, edge: Edge, kind: Kind) -> Stage:
         """The end of an edge that this rank holds; for a SEND the source, if it holds both."""

@@ -65,9 +65,6 @@ class StepRunner:
         of_stages = Counter(action.target for action in self.actions if action.kind is not Kind.REDUCE)
         for stage, whole in runtime.whole.items():
             whole.begin(of_stages[stage])
-        # A recorded step shows its actions one after another.
-        side = None if runtime.recording is not None else runtime.beside
-        self.streams = StageStreams(accelerator, schedule, rank, side)
         self.tags: dict[Edge, int] = {}
         for i, edge in enumerate(schedule.stages.edges):
             self.tags[edge], self.tags[edge.reversed] = 2 * i, 2 * i + 1
@@ -82,6 +79,9 @@ class StepRunner:
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
+        # A recorded step shows its actions one after another.
+        side = None if runtime.recording is not None else runtime.beside
+        self.streams = StageStreams(accelerator, schedule, rank, side, runtime.first)
 
     def execute(self, action: Action) -> None:
         """Run one action in which this rank takes part, of any kind but REDUCE."""

@@ -46,8 +46,9 @@ def bubble_fill(
     what they find is taken only if its score is lower. Where microbatches differ, those of which the encoders are done
     first may come first: the i-th that the encoders finish is the LLM's i-th, under its own number.
 
-    With `options.in_collectives` one more candidate has slices as late as they can be, which leaves most to
-    collectives; it is what there is without a score.
+    With `options.in_collectives` two more candidates have slices as late as they can be, which leaves most to
+    collectives: forwards one by one, which is what there is without a score, or in rounds of as many microbatches as
+    the LLM's pipeline has ranks.
 
     Args:
         durations: what compute actions take, to find gaps by; None: nominal ones.
@@ -93,7 +94,9 @@ def _filled(
         return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
     if options.in_collectives:
-        found.append((late(problem, caps), _renamed(None)))
+        own = stages.of_module(stages.sink.module)
+        rounds = routes.count(stages.sink.module) // len(dict.fromkeys(map(stages.ranks_of, own)))
+        found += [(late(problem, caps, some), _renamed(None)) for some in dict.fromkeys((0, rounds))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
         own = problem if numbers is None else problem.renamed(names)

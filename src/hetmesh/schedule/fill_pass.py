@@ -9,6 +9,7 @@ the LLM's actions go on only where the filler does not fit yet: that finds the f
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,10 +58,25 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
     return _Pass(problem, caps, lambda i, _: i < problem.backwards, fill_order=FillOrder(soonest=True)).run()
 
 
-def late(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
+def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> Filled:
     """Fillers as late as they can be: forwards when the sink's module needs them, backwards when caps ask for them, or
-    last. Whatever may begin before its place then has the longest time to."""
-    return _Pass(problem, caps, lambda *_: False).run()
+    last. Whatever may begin before its place then has the longest time to.
+
+    Args:
+        rounds: forwards come in so many rounds of microbatches, each as in `coarse` when the sink's module needs the
+            first of it, so that pipelines of fillers fill; 0: one by one.
+    """
+    if not rounds:
+        return _Pass(problem, caps, lambda *_: False).run()
+    count = Counter(problem.stage[problem.fixed : problem.backwards])
+    forwards = range(problem.fixed, problem.backwards)
+    number = {i: problem.actions[i].microbatch * rounds // count[problem.stage[i]] for i in forwards}
+    members = [[i for i in forwards if number[i] == r] for r in range(rounds)]
+
+    def begun(i: int, run: _Pass) -> bool:
+        return i in number and any(run.stops[other] is not None for other in members[number[i]])
+
+    return _Pass(problem, caps, begun, fill_order=FillOrder(soonest=True)).run()
 
 
 def fill(

@@ -1,11 +1,15 @@
-"""Windows: from when on an action that runs beside others may begin. Its place in the schedule is when it is over."""
+"""Windows: from when on an action that runs beside others may begin. Its place in the schedule is when it is over.
+
+A host that computes begins it in collectives (`windows`). One that only queues work for a device hands it over early,
+and the device finds the gaps (`ahead`)."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from hetmesh.graph import Edge, Route
+from hetmesh.graph import Edge, Route, Stage
 from hetmesh.schedule.schedule import (
     NO_STAGES,
     Action,
@@ -73,4 +77,69 @@ def room_after(schedule: Schedule, place: Mapping[Action, int]) -> dict[Action, 
                 later = (place[a] for a in some if a.stage not in schedule.beside or place[a] > place[forward])
                 read.append(max(later, default=-1))
             found[forward] = sorted(read)[i - schedule.in_flight[stage]]
+    return found
+
+
+_AHEAD = 1
+"""Microbatches. A device takes about a thousand launches until the host has to wait: were all forwards of encoders
+queued at once, it would have nothing else meanwhile."""
+
+
+def ahead(schedule: Schedule) -> Schedule:
+    """The order in which an asynchronous device is given the actions: those that run in collectives of others before
+    the actions whose collectives these are.
+
+    Computation of the stages beside, and what they send, comes as soon as what it needs has, in its own order on every
+    rank, and within the caps; a forward no sooner than the other stages of one of its ranks have a microbatch left to
+    run, forward and backward, until its place. It is one order for all ranks: they launch their collectives alike,
+    those of encoders too.
+    """
+    if not schedule.in_collectives:
+        return schedule
+    stages, place = schedule.stages, {action: i for i, action in enumerate(schedule.actions)}
+    soonest = _soonest(schedule)
+    moved = [stage for stage in stages.stages if stage in soonest]
+    ranks = {stage: frozenset(stages.ranks_of(stage)) for stage in moved}
+    sharing = {stage: [other for other in moved if ranks[stage] & ranks[other]] for stage in moved}
+    room, behind, last = room_after(schedule, place), dict(place), dict.fromkeys(moved, -1)
+    for action in schedule.actions:
+        target, kind = action.target, action.kind
+        if isinstance(target, Stage):
+            ends = {target}
+        else:
+            ends = {target.source, target.destination} if kind is Kind.RECV else {target.source}
+        if kind is Kind.REDUCE or not soonest.keys() >= ends:
+            continue
+        needed = [behind[other] for other in dependencies(action, stages, schedule.routes, schedule.split)]
+        if isinstance(target, Stage):
+            needed += [last[target], room.get(action, -1)]
+            if kind is Kind.FORWARD:
+                needed.append(soonest[target](place[action]))
+            last |= dict.fromkeys(sharing[target], max(needed))
+        behind[action] = max(needed)
+    return replace(schedule, actions=tuple(sorted(schedule.actions, key=behind.__getitem__)))
+
+
+def _soonest(schedule: Schedule) -> dict[Stage, Callable[[int], int]]:
+    """Per stage beside others on some of its ranks: of a place, behind which action its forward is queued."""
+    stages = schedule.stages
+    others: dict[tuple[int, ...], list[Stage]] = {}
+    for stage in stages.stages:
+        if stage not in schedule.beside:
+            others.setdefault(tuple(stages.ranks_of(stage)), []).append(stage)
+    found: dict[Stage, Callable[[int], int]] = {}
+    own: list[tuple[frozenset[int], int, list[int]]] = []
+    for held, some in others.items():
+        wanted = frozenset(some)
+        places = [i for i, a in enumerate(schedule.actions) if a.target in wanted and a.kind is not Kind.REDUCE]
+        own.append((frozenset(held), 2 * _AHEAD * len(some), places))
+    for stage in schedule.beside:
+        tracks = [(count, places) for held, count, places in own if held.intersection(stages.ranks_of(stage))]
+        if tracks:
+
+            def queued(place: int, tracks: list[tuple[int, list[int]]] = tracks) -> int:
+                before = ((bisect_left(places, place) - count, places) for count, places in tracks)
+                return min(places[n - 1] if n > 0 else -1 for n, places in before)
+
+            found[stage] = queued
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,10 +41,11 @@ from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.parallel.gradient_axes import fully_shard_axes, is_first
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
+from hetmesh.resolve.refusals import check_device
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.runtime.step_transfers import StepTransfers
-from hetmesh.schedule import Schedule
+from hetmesh.schedule import Schedule, ahead
 from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
@@ -75,8 +77,14 @@ class Job:
         Args:
             payloads: where samples are loaded (`environment.open_payloads`); None: on this rank, when they are needed.
             loss: summed over targets; None: cross-entropy.
+
+        Raises:
+            RecipeError: the device cannot do what the recipe asks of it.
         """
         recipe, adapters, graph = resolved.recipe, resolved.adapters, resolved.graph
+        check_device(recipe, asynchronous=world.accelerator.asynchronous)
+        if world.device.type == "cuda" and recipe.schedule_key("bubble_fill_in_collectives"):
+            os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # read by communicators, all of which follow
         for note in resolved.notes if world.rank == 0 else ():
             warnings.warn(note, stacklevel=2)
         if resolved.profile_digest:
@@ -175,7 +183,9 @@ class Job:
         return self.resolved.plan(samples)
 
     def schedule(self, plan: BatchPlan, *, training: bool = True) -> Schedule:
-        return self.resolved.schedules.of(plan, training)
+        """The schedule of the step of `plan`, in the order in which this device is given its actions."""
+        schedule = self.resolved.schedules.of(plan, training)
+        return ahead(schedule) if self.world.accelerator.asynchronous else schedule
 
     def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
         """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""

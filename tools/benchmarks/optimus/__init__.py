@@ -6,8 +6,17 @@ Three cells of the strong scaling of Optimus (arXiv 2408.03505): batch 1536, mic
 (`hetmesh.cost.stage_cuts`, ties `even`), interleaved 1F1B. *megatron*: all ViT blocks in the first of 8 stages, 1F1B;
 literally beside 12 GPT blocks, and rebalanced. *bubble_fill*: the LLM in 96 virtual stages, the ViT with a plan of its
 own on the same ranks, on which its stages may take turns, of all plans that fit the fastest; with encoder kernels in
-the LLM's TP collectives (simulated only), without, and placed coarsely. Recomputation everywhere. One replica is
-simulated, all are equal.
+the LLM's TP collectives (`bubble_fill_in_collectives`), without, and placed coarsely. Recomputation everywhere. One
+replica is simulated, all are equal.
+
+*What counts* (`share_of_saving`) runs: the plan is simulated as a run has it, with what is begun in a collective over
+at its place and no more microbatches in flight than the cap; `hetmesh check` takes it with the key on, and `hetmesh
+dryrun` of rank 0, at full size and on the fake device, reaches the end of a step (`runs.py`). A plan of which that is
+not so is named (`does_not_run`), and the next best is taken. No GPU has run any of them: seconds are the simulator's,
+and the dry run takes no time. Three things differ. The recipe has embeddings, a projector and a head, which the
+simulated model leaves out. So plans fit into 80 GB by the simulator (`peak_gb`), while the dry run, with these and the
+estimate for communicators, may come to more (`dryrun_peak_gb`). And on GPUs nobody waits at the places of actions, but
+for rows, while the host hands encoder actions over one of the LLM's microbatches ahead, which no simulation knows.
 
 *bound* (`bound_s`, `speedup_reachable`): what no order of any plan that fits is below (`bound.py`), in which LLM and
 machine stay as they are. The LLM waits for its first rows, which is the encoder's forward through all its layers, and
@@ -20,12 +29,12 @@ fastest one.
 
 With fewer samples in flight than the LLM's own order needs (64 are allowed: activations of 32 microbatches are 5 GB on
 a rank) an encoder that is a pipeline, too, stalls it. zero_bubble has one stage per rank, and with that few turns its
-own bubbles are larger than what it hides. Between stages ranks send their share of the tokens, as all blocks of the
-baseline do (sequence parallelism, here of encoders, too: simulated only, since no adapter of an encoder has it).
+own bubbles are larger than what it hides. All blocks have sequence parallelism. Between stages of the LLM and of the
+baseline ranks send their share of the tokens, and between those of the encoder all tokens, as a run does.
 
 `share_of_bound`, the LLM's own step over the filled one, is `share_of_bound_unfilled` for the balanced chain, which
 hides nothing. `share_of_saving` is the share of the seconds between the balanced step and the LLM's own that filling
-saves, size by size: with encoder kernels in TP collectives, and without, which is what the runtime can do.
+saves, by number of GPUs: with encoder kernels in TP collectives, and without.
 `drift_worst` compares with 1f1b without filling, which takes twice as long: `drift_worst_over_rivals` is the worst of
 one batch over the best of three_phase, the coarse placement and an order of that batch's own.
 
@@ -36,14 +45,18 @@ encoder's seconds that does not lengthen the step beyond the LLM alone and the s
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from benchmarks.optimus import models
 from benchmarks.optimus.bound import Bound, llm_alone
 from benchmarks.optimus.drift import drift
-from benchmarks.optimus.filled import Filled, best, bounds, fill, plans
+from benchmarks.optimus.encoder_plans import EncoderPlan
+from benchmarks.optimus.filled import Filled, best, bounds, fill, in_flight, plans
 from benchmarks.optimus.layouts import balanced_counts, chain_seconds, megatron_counts
+from benchmarks.optimus.runs import tried
 
 JUDGES = (
     "src/hetmesh/cost",
@@ -52,6 +65,10 @@ JUDGES = (
     "src/hetmesh/planner/candidates.py",
     "src/hetmesh/simulate/fill_bubbles.py",
     "src/hetmesh/planner/predict.py",
+    "src/hetmesh/resolve/refusals.py",
+    "src/hetmesh/resolve/schedules.py",
+    "src/hetmesh/dryrun/dry_run.py",
+    "recipes/mllm_22b_175b.toml",
 )
 """What an output of it judges (`kept.py`)."""
 
@@ -66,8 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All cells."""
     began = time.process_time()
-    rows = [_cell(gpus, published) for gpus, published in models.PUBLISHED.items()]
-    drifted = drift(args.batches)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        cells = pool.map(_cell, models.PUBLISHED, models.PUBLISHED.values())
+        drifted = drift(args.batches)
+        rows = list(cells)
     speedups = {str(row["gpus"]): row["speedup_over_balanced"] for row in rows}
     last = rows[-1]
     return {
@@ -95,7 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "ties": TIES[0],
             "others": models.OTHERS,
         },
-        "cpu_seconds": time.process_time() - began,
+        "cpu_seconds": time.process_time() - began + sum(row["cpu_seconds"] for row in rows),
         "rows": rows,
     }
 
@@ -107,8 +126,8 @@ def _shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return (row["balanced_s"] - row[seconds]) / (row["balanced_s"] - row["llm_only_s"])
 
     return {
-        "share_of_saving": [saved(row, "bubble_fill_s") for row in rows],
-        "share_of_saving_without_tp_gaps": [saved(row, "without_tp_gaps_s") for row in rows],
+        "share_of_saving": {str(row["gpus"]): saved(row, "bubble_fill_s") for row in rows},
+        "share_of_saving_without_tp_gaps": {str(row["gpus"]): saved(row, "without_tp_gaps_s") for row in rows},
         "share_of_bound_unfilled": min(row["llm_only_s"] / row["balanced_s"] for row in rows),
     }
 
@@ -116,10 +135,15 @@ def _shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
     dp, constants = published["dp"], models.CALIBRATION
     balanced = {ties: chain_seconds("mllm", dp, balanced_counts(ties), constants) for ties in TIES}
-    llm = llm_alone(dp, constants).seconds
     began = time.process_time()
+    llm = llm_alone(dp, constants).seconds
+    searching = time.process_time()
     filled = best(dp, constants, gaps=True)
-    searched = time.process_time() - began
+    searched = time.process_time() - searching
+    refused: dict[EncoderPlan, str] = {}
+    while (run := tried(dp, filled.plan, in_flight(filled.plan))).why_not:
+        refused[filled.plan] = run.why_not
+        filled = best(dp, constants, gaps=True, without=refused)
     plain = best(dp, constants, gaps=False)
     each = [bound for _, bound in bounds(dp, constants)]
     coarse = fill(dp, filled.plan, constants, gaps=False, refine=False)
@@ -142,7 +166,9 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "encoder_traffic_s": filled.traffic,
         "encoder_work_s": filled.work,
         "bubble_fill_s": filled.seconds,
-        "plan": _named(filled),
+        "plan": _named(filled.plan),
+        "run": run.figures,
+        "does_not_run": {_named(plan): why for plan, why in refused.items()},
         "plans": len(plans(dp)),
         "plans_that_fit": len(each),
         "bound_s": each[0].seconds,
@@ -162,7 +188,7 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "held_samples": filled.held,
         "peak_gb": filled.peak / 1e9,
         "without_tp_gaps_s": plain.seconds,
-        "without_tp_gaps_plan": _named(plain),
+        "without_tp_gaps_plan": _named(plain.plan),
         "speedup_without_tp_gaps": reference / plain.seconds,
         "hidden_share_without_tp_gaps": _hidden(plain, llm),
         "coarse_s": coarse.seconds,
@@ -171,6 +197,7 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "zero_bubble_fill_s": split.seconds if split else None,
         "zero_bubble_speedup": reference / split.seconds if split else None,
         "ordered": min(megatron.values()) >= reference > filled.seconds,
+        "cpu_seconds": time.process_time() - began,
     }
 
 
@@ -185,8 +212,7 @@ def _hidden(filled: Filled | Bound, llm: float) -> float:
     return 1 - max(filled.seconds - llm - filled.traffic, 0.0) / filled.work
 
 
-def _named(filled: Filled) -> str:
-    plan = filled.plan
+def _named(plan: EncoderPlan) -> str:
     turns = f", {plan.virtual} stages per rank" if plan.virtual > 1 else ""
     return f"PP {plan.pp} x TP {plan.tp}, {plan.lanes} pipelines per replica, microbatches of {plan.microbatch}{turns}"
 
@@ -215,7 +241,12 @@ def table(result: dict[str, Any]) -> str:
             f"(at most {row['hidden_share_reachable']:.0%}); "
             f"{row['over_llm_and_traffic']:+.1%} over LLM and gradient sums"
         )
-        lines.append(f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s")
+        run = row["run"]
+        lines.append(
+            f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s; runs: check, and dryrun of "
+            f"{run['microbatches']} microbatches ({run['dryrun_s']:.0f} s, {run['dryrun_peak_gb']:.0f} GB)"
+        )
+        lines += [f"      does not run: {plan}: {why}" for plan, why in row["does_not_run"].items()]
     stale = {key.removeprefix("over_"): max(each) for key, each in result["drift"].items() if key.startswith("over_")}
     lines.append("drift, worst step over " + ", ".join(f"{key}: {value:.3f}" for key, value in stale.items()))
     lines.append(f"constants: {result['constants']}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -108,7 +109,8 @@ def fill(
     """The step of a plan; None where it does not fit into memory, or not with so few samples in flight.
 
     Args:
-        gaps: whether encoder kernels run in the LLM's collectives.
+        gaps: whether encoder kernels run in the LLM's collectives, as in a run: what is begun there is over at its
+            place in the schedule (`Schedule.in_collectives`).
         refine: False: the coarse placement.
         inner: the LLM's own schedule.
     """
@@ -117,7 +119,7 @@ def fill(
         return None
     model, batch, bound = known.model, known.batch, known.bound
     samples = plan.lanes * plan.microbatch
-    options = PolicyOptions(inner=inner, early=EARLY, refine=refine, in_flight=-(-IN_FLIGHT // samples))
+    options = PolicyOptions(inner=inner, early=EARLY, refine=refine, in_flight=in_flight(plan), in_collectives=gaps)
     beside = ("vision",) if gaps else ()
     try:
         schedule = fill_bubbles(model, batch, True, options, beside=beside)
@@ -140,10 +142,21 @@ def fill(
     )
 
 
-def best(dp: int, constants: dict[str, float], *, gaps: bool) -> Filled:
-    """The fastest plan that fits; those of which no order is faster than what was found are not looked at."""
+def in_flight(plan: EncoderPlan) -> int:
+    """How many microbatches a stage of the encoder may hold."""
+    return -(-IN_FLIGHT // (plan.lanes * plan.microbatch))
+
+
+def best(dp: int, constants: dict[str, float], *, gaps: bool, without: Collection[EncoderPlan] = ()) -> Filled:
+    """The fastest plan that fits; those of which no order is faster than what was found are not looked at.
+
+    Args:
+        without: plans that do not count.
+    """
     found: Filled | None = None
     for plan, bound in bounds(dp, constants):
+        if plan in without:
+            continue
         if found is not None and bound.seconds >= found.seconds:
             break
         each = fill(dp, plan, constants, gaps=gaps)
