@@ -123,7 +123,10 @@ def test_an_action_that_collectives_did_not_hide_is_over_at_its_place():
     early = replace(costs, parts=costs.parts | {(VISION, 1): LONG})
     # Of the second forward (8) the collectives of the LLM's first microbatch hide 4; 4 come before its second one.
     stages = early.stages | {(VISION, 1): StageCost(8.0, 0.0, 1.5, 0.0, 0.5)}
-    assert simulate(late, replace(early, stages=stages), beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+    early = replace(early, stages=stages)
+    assert simulate(late, early, beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+    # A hand-over for the first collective, and one for the three behind the MLP, which follow each other.
+    assert simulate(late, replace(early, hand_over=0.25), beside=["vision"]).makespan == 1.0 + 8.0 + 4.5 + 8.0 + 1.5
 
 
 LONG = StageParts((("mlp", 8.0),), (), (("attention", 1.0), ("collective", 0.5)))

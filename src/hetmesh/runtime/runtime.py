@@ -146,7 +146,7 @@ class Runtime:
                 while side is not None and beginning and beginning[0][1] <= place:
                     side.submit(beginning.popleft()[0])
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
-                    if side is not None and action in early:
+                    if side is not None and place in places:
                         side.due()
                         if place in last:
                             side.finish()
@@ -209,7 +209,8 @@ class Runtime:
             with self._named(action):
                 runner.execute(action)
 
-        self.stops.watch(self.modules[action.stage] for action in early if action.kind is Kind.FORWARD)
+        for stage in {action.stage for action in early if action.kind is Kind.FORWARD}:
+            self.stops.watch(self.modules[stage])
         with Side(run, self.world.rank, self.world.watchdog) as side, self.stops.of(side), lending(side.lend):
             yield side
 

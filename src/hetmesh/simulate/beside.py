@@ -55,12 +55,14 @@ class _Arrival:
 
 
 class _Past:
-    """What a track did: runs of one kind, from 0 on, without gaps; and how far the stream has used it."""
+    """What a track did: runs of one kind, from 0 on, without gaps; and how far the stream has used it. Each collective
+    in which it computes costs it `hand_over` seconds first."""
 
-    def __init__(self) -> None:
+    def __init__(self, hand_over: float) -> None:
+        self.hand_over = hand_over
         self.stops: list[float] = []
         self.kinds: list[int] = []
-        self.place, self.now = 0, 0.0
+        self.place, self.now, self.entered = 0, 0.0, -1
 
     def add(self, kind: int, stop: float) -> None:
         if stop <= (self.stops[-1] if self.stops else 0.0):
@@ -75,6 +77,8 @@ class _Past:
         """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop."""
         while seconds > 0.0 and self.place < len(self.stops):
             kind, stop = self.kinds[self.place], self.stops[self.place]
+            if kind == _COMMUNICATING and not collective and self.place > self.entered:
+                self.now, self.entered = min(self.now + self.hand_over, stop), self.place
             room = stop - self.now
             if kind in _HOSTS[collective] and room > 0.0 and (not collective or room >= seconds):
                 used = min(room, seconds)
@@ -109,7 +113,7 @@ class BesideRun(Run):
             place = {action: i for i, action in enumerate(schedule.actions)}
             for forward, behind in room_after(schedule, place).items():
                 self.room.setdefault(behind, []).append(place[forward])
-        self.past = [_Past() for _ in columns.tracks]
+        self.past = [_Past(costs.hand_over) for _ in columns.tracks]
         self.queue: list[deque[_Work]] = [deque() for _ in columns.tracks]
         self.done: dict[tuple[int, int, bool], list[_Work]] = {}
         self.after: dict[tuple[int, int, bool], list[list[float | _Arrival]]] = {}

@@ -136,6 +136,7 @@ class StepModel:
             {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
             self._optimizer_seconds,
             {rank: memory.total for rank, memory in self.held.items()},
+            hand_over=self.machine.hand_over,
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
