@@ -26,6 +26,7 @@ from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
 
 _IDLE, _COMPUTING, _COMMUNICATING, _CLOSED = range(4)
 _HOSTS = {False: (_IDLE, _COMMUNICATING), True: (_IDLE, _COMPUTING)}  # of computation, of collectives
+_HOSTS_OF_THREADS = {False: (_COMMUNICATING,), True: (_IDLE, _COMPUTING)}
 
 
 @dataclass(eq=False)
@@ -56,10 +57,11 @@ class _Arrival:
 
 class _Past:
     """What a track did: runs of one kind, from 0 on, without gaps; and how far the stream has used it. Each collective
-    in which it computes costs it `hand_over` seconds first."""
+    in which it computes costs it `hand_over` seconds first; if any, it is a thread, and leaves idle time alone."""
 
     def __init__(self, hand_over: float) -> None:
         self.hand_over = hand_over
+        self.hosts = _HOSTS_OF_THREADS if hand_over else _HOSTS
         self.stops: list[float] = []
         self.kinds: list[int] = []
         self.place, self.now, self.entered = 0, 0.0, -1
@@ -80,7 +82,7 @@ class _Past:
             if kind == _COMMUNICATING and not collective and self.place > self.entered:
                 self.now, self.entered = min(self.now + self.hand_over, stop), self.place
             room = stop - self.now
-            if kind in _HOSTS[collective] and room > 0.0 and (not collective or room >= seconds):
+            if kind in self.hosts[collective] and room > 0.0 and (not collective or room >= seconds):
                 used = min(room, seconds)
                 yield kind, self.now, self.now + used
                 self.now, seconds = self.now + used, seconds - used
