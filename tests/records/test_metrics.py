@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,15 +33,16 @@ def test_a_log_line_says_what_matters():
 
 
 def test_verbose_shows_everything(tmp_path, capsys):
+    lending = replace(MEASURED, lending={"gap_s": 0.4, "lent_s": 0.1})
     for verbose in (False, True):
         reporter = Reporter(tmp_path, 10, rank=0, verbose=verbose)
-        reporter.step(STEP)
+        reporter.step(replace(STEP, measured=lending))
         reporter.close()
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
         "  100 samples/s  MFU 12.0%  memory 2 GB  3 of 4 ranks active  vision 3 MFLOP MFU 1.0% imbalance 1.25  "
-        "vision->llm 1.5 kB waited 12 ms  samples read 5.1 MB of 5 MB needed prepared in 500 ms waited 250 ms  "
-        "21 frames decoded of 20 needed"
+        "vision->llm 1.5 kB waited 12 ms  25% of 400 ms in collectives lent to encoders  "
+        "samples read 5.1 MB of 5 MB needed prepared in 500 ms waited 250 ms  21 frames decoded of 20 needed"
     )
 
 

@@ -183,9 +183,10 @@ def test_a_collective_lends_until_it_is_over_and_is_waited_for_as_always_without
 
     collective(begin, 1, group=2)
     assert said == [((1,), {"group": 2}, False)]
-    with lending(lambda until: said.append(until())):
+    with lending(lambda until: said.append(until())) as spent:
         collective(begin, 1, group=2)
     assert said[1:] == [((1,), {"group": 2}, True), True, "waited"]
+    assert 0.0 < spent.lent_s < spent.gap_s
 
 
 def test_stops_lie_behind_every_matrix_forward_and_backward():

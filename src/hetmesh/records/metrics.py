@@ -67,6 +67,8 @@ class Measured:
             whose samples took longest took to prepare, by all of its processes together; and `wait_s`, the seconds that
             the rank which waited longest for them did.
         experts: how even routing was, by module.
+        lending: of the ranks that may lend themselves to encoders, the mean's seconds in collectives of tensor
+            parallelism (`gap_s`), and those of them in which it did (`lent_s`).
     """
 
     memory_bytes: int
@@ -76,6 +78,7 @@ class Measured:
     wait_s: Mapping[str, float]
     data: Mapping[str, float] = field(default_factory=dict)
     experts: Loads = field(default_factory=dict)
+    lending: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,9 @@ class StepMetrics:
                 f"experts of {name} balance loss {load['balance_loss']:.3f} max/mean {load['max_over_mean']:.2f} of "
                 f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
             )
+        if self.measured is not None and (lending := self.measured.lending):
+            share = lending["lent_s"] / lending["gap_s"]
+            yield f"{share:.0%} of {1000 * lending['gap_s']:.0f} ms in collectives lent to encoders"
         if self.media_dropped or self.tokens_dropped:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
         if self.samples_by_source:

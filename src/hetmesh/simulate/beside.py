@@ -281,7 +281,8 @@ class BesideRun(Run):
                 left -= stop - start
                 if kind == _COMMUNICATING:
                     self.hidden[track] += stop - start
-                    self.collectives[track] -= stop - start
+                    self.collectives[track] = max(self.collectives[track] - (stop - start), 0.0)
+                    self._span(track, work.kind, work.target, work.microbatch, start, stop, side=True)
                 elif kind == _IDLE:
                     self.collectives[track] += (stop - start) * collective
                     self._span(track, work.kind, work.target, work.microbatch, start, stop)
