@@ -130,6 +130,22 @@ def test_an_action_that_collectives_did_not_hide_is_over_at_its_place():
     assert simulate(late, replace(early, hand_over=0.25), beside=["vision"]).makespan == 1.0 + 8.0 + 4.5 + 8.0 + 1.5
 
 
+def test_a_thread_goes_on_to_its_next_stop_when_a_collective_is_over():
+    schedule, costs = by_hand()
+    late = POLICIES["bubble_fill"](schedule.stages, 2, True, PolicyOptions(in_collectives=True))
+    forward = StageParts((("mlp", 2.0),), (), (("attention", 1.0), ("collective", 0.5)))
+    costs = replace(
+        costs,
+        parts=costs.parts | {(VISION, 1): forward},
+        stages=costs.stages | {(VISION, 1): StageCost(2.0, 0.0, 1.5, 0.0, 0.5)},
+    )
+    assert simulate(late, costs, beside=["vision"]).makespan == 1.0 + 8.0 + 8.0 + 1.5
+    # 0.75 of the first of its two products fit into the first collective, and the LLM waits for the rest of it.
+    timeline = simulate(late, replace(costs, hand_over=0.25), beside=["vision"])
+    assert timeline.makespan == 1.0 + 8.0 + 0.25 + 8.0 + 1.5
+    assert timeline.hidden == (0.75 + 1.0 + 1.0,)
+
+
 def typical_orders(pp: int, latency: float) -> tuple:
     """Of encoders on the ranks of an LLM with TP 2, in eight microbatches that are alike: the order that is found, that
     with slices as late as they can be, and the seconds of both."""
@@ -205,7 +221,10 @@ def pipelines(draw: st.DrawFn) -> tuple:
     groups = {s: tuple((r,) for r in stages.ranks_of(s)) for s in stages.stages}
     from hetmesh.cost import Lanes
 
-    return schedule, StepCosts(costs, parts=parts, lanes=Lanes(groups) if draw(st.booleans()) else None)
+    hand_over = draw(st.sampled_from([0.0, 0.125]))
+    return schedule, StepCosts(
+        costs, parts=parts, hand_over=hand_over, lanes=Lanes(groups) if draw(st.booleans()) else None
+    )
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from unittest.mock import PropertyMock, patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.cost import StageCost, StageParts, StepCosts
@@ -277,8 +278,14 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
         return taken
 
     hand_over, wall = _hand_over(job.world)
-    each = [_of_gap(gap / 1e3, rounds, step, spent, schedule, hand_over) for gap in GAPS_MS]
+    stops = {stage: _matrices(job.runtime.modules[stage]) for stage in schedule.beside}
+    each = [_of_gap(gap / 1e3, rounds, step, spent, schedule, hand_over, stops) for gap in GAPS_MS]
     return [*each, _empty(rounds, step), wall]
+
+
+def _matrices(module: nn.Module) -> int:
+    """How many parts of a module hold one."""
+    return sum(any(p.dim() > 1 for p in part.parameters(recurse=False)) for part in module.modules())
 
 
 def _hand_over(world: World) -> tuple[float, float]:
@@ -301,7 +308,13 @@ def _hand_over(world: World) -> tuple[float, float]:
 
 
 def _of_gap(
-    gap: float, rounds: int, step: Callable[..., float], spent: Spent, schedule: Schedule, hand_over: float
+    gap: float,
+    rounds: int,
+    step: Callable[..., float],
+    spent: Spent,
+    schedule: Schedule,
+    hand_over: float,
+    stops: dict[Stage, int],
 ) -> dict[str, Any]:
     """What one rank measured with gaps of so many seconds."""
     spent.clear()
@@ -340,7 +353,11 @@ def _of_gap(
         "pieces_ms": 1e3 * sum(beside.values()) / counted[0],
         "predicted": _predicted(
             schedule,
-            {action: parts for action, (_, parts) in median.items() if action in compute},
+            {
+                action: [("piece", seconds / stops[action.stage])] * stops[action.stage] if action in beside else parts
+                for action, (seconds, parts) in median.items()
+                if action in compute
+            },
             (statistics.median(with_stops) - outside - sum(compute.values())) / len(compute),
             outside,
             hand_over,

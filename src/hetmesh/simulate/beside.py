@@ -12,6 +12,7 @@ collectives did not hide of it runs there, on its rank alone.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.errors import GraphError
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.schedule.windows import room_after
+from hetmesh.simulate.action_parts import MATRICES
 from hetmesh.simulate.program import RECEIVE, Program, Run
 from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
 
@@ -37,7 +39,7 @@ class _Work:
     kind: int
     target: int
     microbatch: int
-    parts: list[tuple[bool, float]]  # (whether it is a collective, seconds)
+    parts: list[tuple[bool, float, float]]  # (whether it is a collective, seconds, those between two stops)
     after: list[float | _Arrival] = field(default_factory=list)
     stop: float | None = None
 
@@ -75,8 +77,10 @@ class _Past:
             self.kinds.append(kind)
             self.stops.append(stop)
 
-    def spend(self, collective: bool, seconds: float) -> Iterator[tuple[int, float, float]]:
-        """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop."""
+    def spend(self, collective: bool, seconds: float, piece: float) -> Iterator[tuple[int, float, float]]:
+        """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop. A
+        thread goes on to its next stop, every `piece` seconds, when a collective is over: then the kind is _CLOSED."""
+        whole = seconds
         while seconds > 0.0 and self.place < len(self.stops):
             kind, stop = self.kinds[self.place], self.stops[self.place]
             if kind == _COMMUNICATING and not collective and self.place > self.entered:
@@ -86,6 +90,12 @@ class _Past:
                 used = min(room, seconds)
                 yield kind, self.now, self.now + used
                 self.now, seconds = self.now + used, seconds - used
+                done, over = whole - seconds, 0.0
+                if kind == _COMMUNICATING and self.hand_over:
+                    over = min(piece * math.ceil(done / piece - 1e-9) - done, seconds)
+                if over > 1e-15:
+                    seconds -= over
+                    yield _CLOSED, stop, stop + over
             if seconds > 0.0 or self.now >= stop:
                 self.now = max(self.now, stop)
                 self.place += 1
@@ -207,7 +217,7 @@ class BesideRun(Run):
         made: list[_Work] = self.done.setdefault((target, m, forward), [])
         for g, tracks in enumerate(groups):
             parts, seconds, inside = self._parts(i, g)
-            pieces = [(kind == COLLECTIVE, part) for kind, part in parts]
+            pieces = [(kind == COLLECTIVE, part, part / MATRICES.get(kind, 1)) for kind, part in parts]
             if len(tracks) == 1:
                 opened = [self.opened[i][tracks[0]]] if i in self.opened else []
                 work = _Work(tracks[0], c.kinds[i], target, m, pieces, [*after[g], *opened])
@@ -275,9 +285,9 @@ class BesideRun(Run):
         past = self.past[track]
         past.add(_IDLE, self.free[track])
         past.skip(ready)
-        for place, (collective, seconds) in enumerate(work.parts):
+        for place, (collective, seconds, piece) in enumerate(work.parts):
             left = seconds
-            for kind, start, stop in past.spend(collective, seconds):
+            for kind, start, stop in past.spend(collective, seconds, piece):
                 left -= stop - start
                 if kind == _COMMUNICATING:
                     self.hidden[track] += stop - start
@@ -286,10 +296,15 @@ class BesideRun(Run):
                 elif kind == _IDLE:
                     self.collectives[track] += (stop - start) * collective
                     self._span(track, work.kind, work.target, work.microbatch, start, stop)
+                elif kind == _CLOSED:  # all that the track did since is so much later
+                    end = self.free[track]
+                    self.free[track] = self.idle[track] = end + stop - start
+                    past.add(_CLOSED, self.free[track])
+                    self._span(track, work.kind, work.target, work.microbatch, end, self.free[track])
             if past.place == len(past.stops) and left > 1e-15:
-                later = work.parts[place + 1 :]
-                rest = left + sum(part for _, part in later)
-                self.collectives[track] += sum(part for inside, part in [(collective, left), *later] if inside)
+                later = [(collective, left), *(part[:2] for part in work.parts[place + 1 :])]
+                rest = sum(part for _, part in later)
+                self.collectives[track] += sum(part for inside, part in later if inside)
                 start = max(self.free[track], past.now)
                 self._block(track, start, start + rest)
                 self._span(track, work.kind, work.target, work.microbatch, start, start + rest)
