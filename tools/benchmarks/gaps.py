@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             **{key: each[0][key] for key in ("gap_time", "hideable", "pieces_ms")},
         }
         found[f"gain_{gap:g}ms"] = statistics.median(gains)
-    empty = [statistics.median(on) / statistics.median(off) for off, on in (rank[-2] for rank in ranks)]
+    empty = [statistics.median(b / a for a, b in zip(*rank[-2], strict=True)) for rank in ranks]
     found["hand_over_us"] = 1e6 * statistics.mean(rank[-1] for rank in ranks)
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
     return found | {"lent_share": min(lent), "predicted_over_measured": worst, "empty_overhead": statistics.mean(empty)}
@@ -383,7 +383,9 @@ def _predicted(
 
 
 def _empty(rounds: int, step: Callable[..., float]) -> tuple[list[float], list[float]]:
-    """Steps in which collectives are over at once, without and with a side."""
-    both = [(step(Clock(-1.0), False), step(Clock(-1.0), True)) for _ in range(rounds)]
-    off, on = zip(*both, strict=True)
-    return list(off), list(on)
+    """Steps in which collectives are over at once, without and with a side, in changing order."""
+    off, on = [], []
+    for i in range(2 * rounds):
+        for lends in (i % 2 == 0, i % 2 == 1):
+            (on if lends else off).append(step(Clock(-1.0), lends))
+    return off, on
