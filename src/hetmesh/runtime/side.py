@@ -81,6 +81,7 @@ class Side:
         if self._begun is not None and self._done < self._due:
             self._hand_over(lambda: self._begun is None)
         while self._done < self._due:
+            self.watchdog.progress()
             self._run_first()
 
     def stop(self) -> None:
