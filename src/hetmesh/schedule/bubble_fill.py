@@ -92,13 +92,12 @@ def _filled(
     if options.in_collectives and score is None:  # durations do not say what happens in collectives
         return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
-    longest = found[0][0].makespan
     if options.in_collectives:
-        found.insert(0, (late(problem, caps), _renamed(None)))
+        found.append((late(problem, caps), _renamed(None)))
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
         own = problem if numbers is None else problem.renamed(names)
-        found += [(refined, names) for refined in _refined(own, caps, longest)]
+        found += [(refined, names) for refined in _refined(own, caps, found[0][0].makespan)]
     if score is None:
         return schedule(*min(found, key=lambda order: order[0].makespan))
     return min((schedule(*order) for order in found), key=score)
