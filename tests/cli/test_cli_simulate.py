@@ -1,6 +1,7 @@
 """`hetmesh simulate` of a layout far larger than any machine here."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,16 @@ def test_encoder_kernels_in_collectives_of_the_llm_are_simulated_on_request_and_
     assert found[1]["makespan"] < found[0]["makespan"]
     assert main([*command, "--beside", "vision"]) == 0
     assert "simulated only: " in capsys.readouterr().out
+    gaps = str(RECIPES / "digits_gaps.toml")
+    assert main(["simulate", gaps, "--machine", "h100", "--json"]) == 0
+    share = json.loads(capsys.readouterr().out)["hidden_share"]
+    assert 0.9 < share <= 1  # its collectives are short
+    assert main(["simulate", gaps, "--machine", "h100"]) == 0
+    said = capsys.readouterr().out
+    assert f" ms in collectives, {share:.0%} of them, on the mean rank" in said
+    assert re.search(r"^ *in collectives \|.*[0-9A-J]", said, re.MULTILINE)
+    assert main(["explain", gaps]) == 0
+    assert "predicted for encoders: " in capsys.readouterr().out
     assert main([*command, "--beside", "audio"]) == 2
     assert "beside = 'audio': only modules before 'llm' can run beside it: vision, projector" in capsys.readouterr().err
 

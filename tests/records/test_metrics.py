@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ def test_a_log_line_says_what_matters():
 
 
 def test_verbose_shows_everything(tmp_path, capsys):
+    lending = replace(MEASURED, lending={"gap_s": 0.4, "lent_s": 0.1})
     for verbose in (False, True):
         reporter = Reporter(tmp_path, 10, rank=0, keys=Metrics(verbose=verbose))
-        reporter.step(STEP)
+        reporter.step(replace(STEP, measured=lending))
         reporter.close()
     plain, verbose = capsys.readouterr().out.splitlines()
     assert verbose == plain + (
@@ -43,7 +45,7 @@ def test_verbose_shows_everything(tmp_path, capsys):
         "imbalance/vision 1.25  memory_bytes 2 G  active_ranks 3  allocated_ranks 4  "
         "boundary_bytes/vision->llm/forward 1 k  boundary_bytes/vision->llm/backward 500  wait_s/vision->llm 0.0123  "
         "data/bytes_read 5.1 M  data/bytes_needed 5 M  data/bytes_read_most 3 M  data/load_s 0.5  data/wait_s 0.25  "
-        "data/frames_decoded 21  data/frames_needed 20"
+        "data/frames_decoded 21  data/frames_needed 20  lending/gap_s 0.4  lending/lent_s 0.1"
     )
 
 

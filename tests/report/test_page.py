@@ -194,9 +194,18 @@ RECORD = json.dumps(
         "experts": {"llm": {"max_over_mean": 2.0, "without_tokens": 1, "balance_loss": 2.0}},
         "memory_bytes": 5,
         "samples_by_source": {"a": 3},
+        "lending": {"gap_s": 0.2, "lent_s": 0.1},
         "tokens_dropped": 3,
     }
 )
+
+
+def test_seconds_lent_to_encoders_have_a_curve():
+    record = json.loads(RECORD)
+    run = RunView(record, {}, 0, {}, records=tuple(record | {"step": step} for step in (1, 2)))
+    parts = [part for section in sections(run, None) for part in section.parts]
+    (curves,) = [part for part in parts if "beside which encoders" in getattr(part, "caption", "")]
+    assert [(line.name, line.values) for line in curves.lines] == [("gap", (0.2, 0.2)), ("lent", (0.1, 0.1))]
 
 
 def advised(run, recipe=None):

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetmesh.balance import plan_batch
-from hetmesh.cost import LayerShape, ModuleShape, StageCost, StageParts, StepCosts, WeightShape, load_machine
+from hetmesh.cost import LayerShape, ModuleShape, StageCost, StageParts, StepCosts, WeightShape, Work, load_machine
 from hetmesh.errors import GraphError
-from hetmesh.graph import BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, SampleMeta, Stage
+from hetmesh.graph import Activation, BoundarySpec, MediaItem, ModuleGraph, ModuleSpec, Routes, SampleMeta, Stage
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, bubble_fill
 from hetmesh.simulate import StepModel, bubbles, simulate
+from hetmesh.simulate.fill_bubbles import fill_typical_beside
 
 VISION, LLM = Stage("vision"), Stage("llm")
 
@@ -123,7 +124,55 @@ def test_an_action_that_collectives_did_not_hide_is_over_at_its_place():
     early = replace(costs, parts=costs.parts | {(VISION, 1): LONG})
     # Of the second forward (8) the collectives of the LLM's first microbatch hide 4; 4 come before its second one.
     stages = early.stages | {(VISION, 1): StageCost(8.0, 0.0, 1.5, 0.0, 0.5)}
-    assert simulate(late, replace(early, stages=stages), beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+    early = replace(early, stages=stages)
+    assert simulate(late, early, beside=["vision"]).makespan == 1.0 + 8.0 + 4.0 + 8.0 + 1.5
+    # A hand-over for the first collective, and one for the three behind the MLP, which follow each other.
+    assert simulate(late, replace(early, hand_over=0.25), beside=["vision"]).makespan == 1.0 + 8.0 + 4.5 + 8.0 + 1.5
+
+
+def test_a_thread_goes_on_to_its_next_stop_when_a_collective_is_over():
+    schedule, costs = by_hand()
+    late = POLICIES["bubble_fill"](schedule.stages, 2, True, PolicyOptions(in_collectives=True))
+    forward = StageParts((("mlp", 2.0),), (), (("attention", 1.0), ("collective", 0.5)))
+    costs = replace(
+        costs,
+        parts=costs.parts | {(VISION, 1): forward},
+        stages=costs.stages | {(VISION, 1): StageCost(2.0, 0.0, 1.5, 0.0, 0.5)},
+    )
+    assert simulate(late, costs, beside=["vision"]).makespan == 1.0 + 8.0 + 8.0 + 1.5
+    # 0.75 of the first of its two products fit into the first collective, and the LLM waits for the rest of it.
+    timeline = simulate(late, replace(costs, hand_over=0.25), beside=["vision"])
+    assert timeline.makespan == 1.0 + 8.0 + 0.25 + 8.0 + 1.5
+    assert timeline.hidden == (0.75 + 1.0 + 1.0,)
+
+
+def typical_orders(pp: int, latency: float) -> tuple:
+    """Of encoders on the ranks of an LLM with TP 2, in eight microbatches that are alike: the order that is found, that
+    with slices as late as they can be, and the seconds of both."""
+    layers = ("a", "b", "c", "d")
+    cut = {"splits": tuple((x,) for x in layers), "activation": Activation(64, True)}
+    lanes = MeshSpec.make(range(2 * pp), dp_replicate=2 * pp)
+    vision = ModuleSpec("vision", lanes, layers, "image", features=64, **cut)
+    llm = ModuleSpec("llm", MeshSpec.make(range(2 * pp), pp=pp, tp=2), layers, **cut if pp > 1 else {})
+    graph = ModuleGraph((vision, llm), (BoundarySpec("vision", "llm", "image"),))
+    shapes = {n: ModuleShape(n, tuple(block(x, w) for x in layers)) for n, w in (("vision", 64), ("llm", 128))}
+    machine = replace(load_machine("cpu"), peak_flops={"float32": 1e11}, node_latency=latency)
+    model = StepModel(graph, shapes, machine)
+    work = {"vision": Work(2048, 2048 * 64), "llm": Work(2048, 2048 * 512, 512)}.__getitem__
+    routes, options = Routes.of(model.stages, 8), PolicyOptions(in_collectives=True)
+    found = fill_typical_beside(model, routes, options, work, ["vision"])
+    late = bubble_fill(model.stages, routes, True, options)
+    costs = replace(model.typical_costs(routes, work), busy_slowdown=())
+    steps = [simulate(schedule, costs, beside=["vision"]).makespan for schedule in (found, late)]
+    return found.actions, late.actions, steps
+
+
+def test_typical_microbatches_go_into_the_bubbles_of_a_pipeline_and_else_into_collectives():
+    found, late, (step, latest) = typical_orders(pp=4, latency=1e-5)  # hardly any gaps, and a quarter of bubbles
+    assert found != late
+    assert step < 0.96 * latest
+    found, late, _ = typical_orders(pp=1, latency=1e-3)
+    assert found == late
 
 
 def test_forwards_of_an_encoder_pipeline_are_tried_in_rounds_too():
@@ -188,7 +237,10 @@ def pipelines(draw: st.DrawFn) -> tuple:
     groups = {s: tuple((r,) for r in stages.ranks_of(s)) for s in stages.stages}
     from hetmesh.cost import Lanes
 
-    return schedule, StepCosts(costs, parts=parts, lanes=Lanes(groups) if draw(st.booleans()) else None)
+    hand_over = draw(st.sampled_from([0.0, 0.125]))
+    return schedule, StepCosts(
+        costs, parts=parts, hand_over=hand_over, lanes=Lanes(groups) if draw(st.booleans()) else None
+    )
 
 
 @pytest.mark.slow

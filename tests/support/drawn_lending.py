@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from random import Random
 from unittest.mock import patch
 
+from hetmesh.graph import Routes
 from hetmesh.runtime.side import Side
+from hetmesh.schedule import PolicyOptions, Schedule, bubble_fill
+from hetmesh.simulate import StepModel
 
 
 @contextmanager
 def drawn_lending(seed: int, most: int = 4) -> Iterator[list[int]]:
-    """In the body this rank does a drawn number of pieces in each gap, 0 to `most`, however long the gap is.
+    """In the body this rank does a drawn number of pieces in each gap, 0 to `most`, however long the gap is. Places are
+    as late as they can be, so that there is most to do.
 
     Args:
         seed: of the draws, together with the rank.
@@ -35,5 +39,8 @@ def drawn_lending(seed: int, most: int = 4) -> Iterator[list[int]]:
         if count:
             done.append(count - 1)
 
-    with patch.object(Side, "lend", drawn):
+    def late(model: StepModel, routes: Routes, options: PolicyOptions, *_: object) -> Schedule:
+        return bubble_fill(model.stages, routes, True, options)
+
+    with patch.object(Side, "lend", drawn), patch("hetmesh.resolve.schedules.fill_typical_beside", late):
         yield done

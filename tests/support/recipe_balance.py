@@ -58,13 +58,16 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
     inner = table["pipeline_parallel_schedule"]
     if inner not in INNER_SCHEDULES or not any(_on_sink_ranks(draft, name) for name in draft.modules if name != SINK):
         return
-    if sometimes(draw, 2):
+    if draft.gaps or sometimes(draw, 2):
         keys = {"bubble_fill_in_flight": st.just(16)}
         if any(_cut_by_slices(draft, name) for name in draft.modules if name != SINK):
             keys["bubble_fill_layers_per_slice"] = st.integers(1, 2)
-        if draft.degree(SINK, "tensor") > 1 and not any(map(draft.meets_inside, draft.modules[:-1])):
+        able = draft.degree(SINK, "tensor") > 1 and not any(map(draft.meets_inside, draft.modules[:-1]))
+        if able:
             keys["bubble_fill_in_collectives"] = st.just(True)
         table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **some(draw, **keys)}
+        if able and draft.gaps:
+            table["bubble_fill_in_collectives"] = True
 
 
 def _cut_by_slices(draft: Draft, name: str) -> bool:

@@ -38,8 +38,8 @@ class Draft:
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
         whole: modules that cannot split what lies between attention and MLP.
-        experts, runs: make the LLM a mixture of experts wherever that is possible, and draw what only a whole run has,
-            instead of sometimes.
+        experts, runs, gaps: make the LLM a mixture of experts wherever that is possible, draw what only a whole run
+            has, and have encoders run in the LLM's collectives wherever they can, instead of sometimes.
     """
 
     world: int
@@ -51,6 +51,7 @@ class Draft:
     whole: tuple[str, ...] = ()
     experts: bool = False
     runs: bool = False
+    gaps: bool = False
 
     def table(self, *path: str) -> Table:
         """The table at `path`, made where it is missing."""

@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hetmesh.recipe.batch_sizes import divisors
+from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_balance import balance, bubble_fill
 from support.recipe_draft import MESH, SINK, Draft, Piece, Table, some, sometimes
 from support.recipe_experts import expert_layout, experts
@@ -21,7 +22,7 @@ POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
 
 def schedule(draw: st.DrawFn, draft: Draft) -> None:
     """The policy and its options."""
-    policy = draw(st.sampled_from(POLICIES))
+    policy = draw(st.sampled_from(INNER_SCHEDULES if draft.gaps else POLICIES))
     keys: Table = {"pipeline_parallel_schedule": policy}
     if policy == "three_phase":
         keys |= some(
@@ -46,7 +47,9 @@ def layouts(draw: st.DrawFn, draft: Draft) -> None:
         draft.table("parallelism").update(_layout_keys(degrees))
         return
     draft.table("parallelism")[SINK] = {"ranks": own, **_layout_keys(degrees)}
-    if degrees["tensor_parallel_degree"] > 1 and sometimes(draw, 4):  # what can run in the LLM's collectives
+    if degrees["tensor_parallel_degree"] > 1 and sometimes(
+        draw, 2 if draft.gaps else 4
+    ):  # what can run in the LLM's collectives
         beside = {"ranks": own, **_layout_keys({"data_parallel_replicate_degree": len(own)})}
         draft.table("parallelism").update({name: dict(beside) for name in draft.modules if name != SINK})
         return

@@ -78,6 +78,7 @@ def recipes(
     graphs: tuple[str, ...] = tuple(GRAPHS),
     experts_always: bool = False,
     runs_always: bool = False,
+    gaps_always: bool = False,
 ) -> RecipeCase:
     """Recipes that train on at most `world` ranks in well under a second and that hetmesh documents as supported.
 
@@ -86,8 +87,9 @@ def recipes(
         graphs: names of `GRAPHS` to choose from.
         experts_always: a mixture of experts wherever the LLM can be one.
         runs_always: what only whole runs have: checkpoints, evaluations, recordings.
+        gaps_always: encoders in the LLM's collectives wherever they can be.
     """
-    draft = Draft(world, experts=experts_always, runs=runs_always)
+    draft = Draft(world, experts=experts_always, runs=runs_always, gaps=gaps_always)
     GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
     for piece in PIECES:
         piece(draw, draft)
@@ -112,7 +114,15 @@ def draw_recipes(
     has = FEATURES[feature] if feature else None
 
     @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(recipes(world, graphs=graphs, experts_always="expert" in (feature or ""), runs_always=feature in OF_RUNS))
+    @given(
+        recipes(
+            world,
+            graphs=graphs,
+            experts_always="expert" in (feature or ""),
+            runs_always=feature in OF_RUNS,
+            gaps_always=feature == "in collectives",
+        )
+    )
     def keep(case: RecipeCase) -> None:
         if len(found) < count and (has is None or has(case.recipe)):
             found.setdefault(case)

@@ -6,7 +6,8 @@ with and without lending are taken in turns, of one schedule. Of the time in gap
 encoder work but for the first forward and the last backward, beside which there is nothing of the LLM.
 
 What it does not show: gloo, whose collectives are emulated. `lent_share` is near 1 unless the side returns too early,
-as a gap is lent to its end. Predictions take seconds and overhead from steps without lending of the same run.
+as a gap is lent to its end. Predictions take what they need from steps of the same run that do not lend but have stops,
+and from lending to what does nothing; not in them is that what runs in turns finds its data in no cache.
 """
 
 from __future__ import annotations
@@ -16,20 +17,24 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hetmesh.boundary import World
 from hetmesh.cost import StageCost, StageParts, StepCosts
+from hetmesh.graph import Stage
 from hetmesh.parallel import gaps, key_heads, linear, sequence_parallel, vocabulary
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime import Runtime
+from hetmesh.runtime.runtime import Reducer
 from hetmesh.runtime.side import Side
 from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.runtime.step_transfers import StepTransfers
@@ -124,7 +129,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             **{key: each[0][key] for key in ("gap_time", "hideable", "pieces_ms")},
         }
         found[f"gain_{gap:g}ms"] = statistics.median(gains)
-    empty = [statistics.median(on) / statistics.median(off) for off, on in (rank[-1] for rank in ranks)]
+    empty = [statistics.median(b / a for a, b in zip(*rank[-2], strict=True)) for rank in ranks]
+    found["hand_over_us"] = 1e6 * statistics.mean(rank[-1] for rank in ranks)
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
     return found | {"lent_share": min(lent), "predicted_over_measured": worst, "empty_overhead": statistics.mean(empty)}
 
@@ -151,13 +157,15 @@ class Clock:
     side: Side | None = None
     parts: list[tuple[str, float]] | None = None  # of the action that runs: computation and collectives in turns
     since: float = 0.0
+    main: int = field(default_factory=threading.get_ident)
+    outside: float = 0.0  # of actions, in a timed step: before the first, behind the last, sums of gradients
 
     def cpu(self) -> float:
         """CPU seconds of both flows."""
         own = time.clock_gettime(time.CLOCK_THREAD_CPUTIME_ID)
         if self.side is None or self.side._thread.ident is None:
             return own
-        idents = {self.side._main, self.side._thread.ident} - {threading.get_ident()}
+        idents = {self.main, self.side._thread.ident} - {threading.get_ident()}
         return own + sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
 
     def now(self) -> float:
@@ -176,7 +184,7 @@ class Clock:
             self.parts += [("mlp", started - self.since), ("collective", end - started)]
         side = self.side
         if gaps._lend is not None and side is not None and side._jobs:
-            gaps._lend(lambda: self.now() >= end)
+            gaps._lend((lambda: self.now() >= end) if self.gap >= 0 else lambda: True)
             self.lent += min(self.now(), end) - started
             self.had_work += (end if side._jobs else min(self.now(), end)) - started
         self.waited += max(end - self.now(), 0.0)
@@ -227,40 +235,95 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
     transfers = StepTransfers(plan, schedule, rank)
     transfers.prepare()  # as a run does while the step before is computed
     spent: Spent = {}
+    reducers = job.runtime.reducers
 
-    def step(clock: Clock, lends: bool, timed: bool = False) -> float:
+    def step(clock: Clock, lends: bool, timed: bool = False, stops: bool = False) -> float:
         execute = StepRunner.execute
+        began = ended = None
 
         def noting(runner: StepRunner, action: Action) -> None:
+            nonlocal began, ended
             clock.parts, clock.since = [], clock.now()
             started = clock.since
+            began = started if began is None else began
             execute(runner, action)
-            rest = clock.now() - clock.since
-            spent.setdefault(action, []).append((clock.now() - started, [*clock.parts, ("mlp", rest)]))
+            ended = clock.now()
+            rest = ended - clock.since
+            spent.setdefault(action, []).append((ended - started, [*clock.parts, ("mlp", rest)]))
+
+        def begins(reducer: Reducer) -> Callable[[], None]:
+            started = clock.now()
+            finish = reducer()
+            clock.outside += clock.now() - started
+            return finish
 
         for parameter in job.root.parameters():
             parameter.grad = None
         feed = Feed(job.loader, drawn, plan, job.adapters, rank)
         feed.load_all(job.world.watchdog)
+        idle = Side(lambda _: None, rank, job.world.watchdog)
         with (
             emulated(clock),
             patch.object(Runtime, "_lends", PropertyMock(return_value=lends)),
             patch.object(StepRunner, "execute", noting if timed else execute),
+            patch.object(job.runtime, "reducers", {k: partial(begins, r) for k, r in reducers.items()}),
+            job.runtime.stops.of(idle) if stops else nullcontext(),
         ):
             dist.barrier()
             started = clock.now()
             job.runtime.run(schedule, plan, feed, step=0, transfers=transfers)
-            return clock.now() - started
+            taken = clock.now() - started
+        if began is not None and ended is not None:
+            clock.outside += taken - (ended - began)
+        return taken
 
-    return [_of_gap(gap / 1e3, rounds, step, spent, schedule) for gap in GAPS_MS] + [_empty(rounds, step)]
+    hand_over, wall = _hand_over(job.world)
+    stops = {stage: _matrices(job.runtime.modules[stage]) for stage in schedule.beside}
+    each = [_of_gap(gap / 1e3, rounds, step, spent, schedule, hand_over, stops) for gap in GAPS_MS]
+    return [*each, _empty(rounds, step), wall]
 
 
-def _of_gap(gap: float, rounds: int, step: Callable[..., float], spent: Spent, schedule: Schedule) -> dict[str, Any]:
+def _matrices(module: nn.Module) -> int:
+    """How many parts of a module hold one."""
+    return sum(any(p.dim() > 1 for p in part.parameters(recurse=False)) for part in module.modules())
+
+
+def _hand_over(world: World) -> tuple[float, float]:
+    """Seconds of a lending in which nothing is done: of the virtual clock, and of this machine."""
+
+    def run(_: Action) -> None:
+        while True:
+            side.stop()
+
+    clock, count = Clock(), 300
+    with emulated(clock), Side(run, world.rank, world.watchdog) as side:
+        side.submit(Action(Kind.FORWARD, Stage("none"), 0))
+        taken = []
+        for _ in range(2):  # the first one starts the thread
+            started, wall = clock.now(), time.perf_counter()
+            for _ in range(count):
+                side.lend(iter((False, True)).__next__)
+            taken = [(clock.now() - started) / count, (time.perf_counter() - wall) / count]
+    return taken[0], taken[1]
+
+
+def _of_gap(
+    gap: float,
+    rounds: int,
+    step: Callable[..., float],
+    spent: Spent,
+    schedule: Schedule,
+    hand_over: float,
+    stops: dict[Stage, int],
+) -> dict[str, Any]:
     """What one rank measured with gaps of so many seconds."""
     spent.clear()
-    step(Clock(gap), False)
-    for _ in range(3):
-        step(Clock(gap), False, timed=True)
+    step(Clock(gap), True)  # from now on there are stops
+    with_stops, clocks = [], [Clock(gap) for _ in range(3)]
+    for clock in clocks:
+        with_stops.append(step(Clock(gap), False, stops=True))
+        step(clock, False, timed=True, stops=True)
+    outside = statistics.median(clock.outside for clock in clocks)
     median = {action: sorted(each)[len(each) // 2] for action, each in spent.items()}
     compute = {
         action: seconds for action, (seconds, _) in median.items() if action.kind in (Kind.FORWARD, Kind.BACKWARD)
@@ -290,15 +353,23 @@ def _of_gap(gap: float, rounds: int, step: Callable[..., float], spent: Spent, s
         "pieces_ms": 1e3 * sum(beside.values()) / counted[0],
         "predicted": _predicted(
             schedule,
-            {action: parts for action, (_, parts) in median.items() if action in compute},
-            (statistics.median(plain) - sum(compute.values())) / len(compute),
+            {
+                action: [("piece", seconds / stops[action.stage])] * stops[action.stage] if action in beside else parts
+                for action, (seconds, parts) in median.items()
+                if action in compute
+            },
+            (statistics.median(with_stops) - outside - sum(compute.values())) / len(compute),
+            outside,
+            hand_over,
         ),
     }
 
 
-def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]], overhead: float) -> float:
-    """What the simulator says of a step whose actions take what was measured. `overhead`: of the runtime, per action,
-    by steps without lending."""
+def _predicted(
+    schedule: Schedule, parts: dict[Action, list[tuple[str, float]]], overhead: float, outside: float, hand_over: float
+) -> float:
+    """What the simulator says of a step whose actions take what was measured. `overhead`: of the runtime, per action;
+    `outside`: of all actions."""
     stages, each = {}, {}
     for action in parts:
         key = action.stage, action.microbatch
@@ -307,11 +378,14 @@ def _predicted(schedule: Schedule, parts: dict[Action, list[tuple[str, float]]],
         inside = [sum(s for kind, s in some if kind == "collective") for some in (forward, backward)]
         stages[key], each[key] = StageCost(seconds[0], seconds[1], 0.0, *inside), StageParts(forward, backward, ())
     beside = {stage.module for stage in schedule.beside}
-    return simulate(schedule, StepCosts(stages, parts=each, action_overhead=overhead), beside=beside).makespan
+    costs = StepCosts(stages, optimizer={0: outside, 1: outside}, parts=each, action_overhead=overhead)
+    return simulate(schedule, replace(costs, hand_over=hand_over), beside=beside).makespan
 
 
 def _empty(rounds: int, step: Callable[..., float]) -> tuple[list[float], list[float]]:
-    """Steps in which collectives are over at once, without and with a side."""
-    both = [(step(Clock(-1.0), False), step(Clock(-1.0), True)) for _ in range(rounds)]
-    off, on = zip(*both, strict=True)
-    return list(off), list(on)
+    """Steps in which collectives are over at once, without and with a side, in changing order."""
+    off, on = [], []
+    for i in range(2 * rounds):
+        for lends in (i % 2 == 0, i % 2 == 1):
+            (on if lends else off).append(step(Clock(-1.0), lends))
+    return off, on

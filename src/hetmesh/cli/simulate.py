@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     recipe = load_recipe(args.recipe, overrides)
     from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, save_trace, summary_json
+    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, hidden_text, save_trace, summary_json
     from hetmesh.resolve.modules import notes_on_experts
     from hetmesh.resolve.predictions import notes_on_videos, simulate_recipe
     from hetmesh.resolve.resolved import resolve
@@ -49,10 +49,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
     if args.beside or any(timeline.hidden):
-        hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
         what = " and ".join(args.beside) if args.beside else "encoders"
         only = "" if recipe.schedule_key("bubble_fill_in_collectives") else "simulated only: "
-        print(f"{only}{hidden:,.4g} ms of {what} in collectives, on the mean rank\n")
+        print(f"{only}{what}: {hidden_text(timeline)}\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     for note in notes:
         print(f"note: {note}")

@@ -127,6 +127,7 @@ class StepCosts:
         optimizer: per rank, seconds of normalising, clipping and the optimizer step.
         static_bytes: per rank, parameters, gradients and optimizer state.
         action_overhead: seconds that the runtime itself spends on each action, in which nothing is computed.
+        hand_over: see `Machine`.
         lanes: which ranks of a stage act apart; None: all ranks of a stage act as one.
         parts: per stage and microbatch what its actions consist of, where that was asked for.
         busy_slowdown, ranks_per_node: see `Machine`. All other seconds are of ranks that have their node to themselves.
@@ -141,6 +142,7 @@ class StepCosts:
     optimizer: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     static_bytes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     action_overhead: float = 0.0
+    hand_over: float = 0.0
     busy_slowdown: tuple[float, ...] = ()
     ranks_per_node: int = 0
     lanes: Lanes | None = None

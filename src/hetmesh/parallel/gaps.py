@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hetmesh.boundary.collective_clock import timed_collective
@@ -14,13 +16,24 @@ Lend = Callable[[Callable[[], bool]], None]
 _lend: Lend | None = None  # of the process: it knows in which thread it may lend
 
 
+@dataclass
+class GapTime:
+    """Seconds in collectives that may lend, and of these in which they did."""
+
+    gap_s: float = 0.0
+    lent_s: float = 0.0
+
+
+_time = GapTime()
+
+
 @contextmanager
-def lending(lend: Lend) -> Iterator[None]:
-    """Collectives of the body call `lend` while they wait."""
-    global _lend
-    before, _lend = _lend, lend
+def lending(lend: Lend) -> Iterator[GapTime]:
+    """Collectives of the body call `lend` while they wait. Yields what they add to."""
+    global _lend, _time
+    before, _lend, _time = _lend, lend, GapTime()
     try:
-        yield
+        yield _time
     finally:
         _lend = before
 
@@ -33,5 +46,8 @@ def collective(begin: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             begin(*args, **kwargs)
             return
         work = begin(*args, **kwargs, async_op=True)
+        started = time.perf_counter()
         _lend(work.is_completed)
+        _time.lent_s += time.perf_counter() - started
         work.wait()
+        _time.gap_s += time.perf_counter() - started

@@ -67,6 +67,8 @@ class Measured:
             whose samples took longest took to prepare, by all of its processes together; and `wait_s`, the seconds that
             the rank which waited longest for them did.
         experts: how even routing was, by module.
+        lending: of the ranks that may lend themselves to encoders, the mean's seconds in collectives of tensor
+            parallelism (`gap_s`), and those of them in which it did (`lent_s`).
     """
 
     memory_bytes: int
@@ -76,6 +78,7 @@ class Measured:
     wait_s: Mapping[str, float]
     data: Mapping[str, float] = field(default_factory=dict)
     experts: Loads = field(default_factory=dict)
+    lending: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memo
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge, dense_mesh
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.report.timeline_text import hidden_text
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
 from hetmesh.resolve.modules import notes_on_experts
-from hetmesh.resolve.predictions import memory_fit
+from hetmesh.resolve.predictions import memory_fit, simulate_recipe
 from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule
@@ -21,6 +22,12 @@ from hetmesh.simulate import peak_rows
 
 LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one host, or a backend
 CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
+
+
+def _in_collectives(resolved: ResolvedRecipe, machine: str | None) -> list[str]:
+    if not resolved.recipe.schedule_key("bubble_fill_in_collectives") or resolved.schedules.model is None:
+        return []
+    return [f"predicted for encoders: {hidden_text(simulate_recipe(resolved, machine=machine))}"]
 
 
 def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
@@ -54,7 +61,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
         fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
         deferral=str(resolved.deferral),
-        notes=notes_on_experts(shapes),
+        notes=(*notes_on_experts(shapes), *_in_collectives(resolved, machine)),
     )
 
 

@@ -183,9 +183,13 @@ def _speed(run: RunView) -> PageSection:
     mfu = [series(run.records, "module_mfu", name) for name in names_in(run.records, "module_mfu")]
     mfu.append(series(run.records, "mfu", name="all ranks"))
     percent = [line.times(100) for line in mfu]
+    lending = [series(run.records, "lending", f"{name}_s", name=name) for name in ("gap", "lent")]
     parts = (
         *_curves(run, "tokens per second of all ranks, without padding", [series(run.records, "tokens_per_s")]),
         *_curves(run, "seconds per step", [seconds], "s"),
+        *_curves(
+            run, "seconds per step in collectives beside which encoders may run (gap), and did (lent)", lending, "s"
+        ),
         *_curves(run, "model FLOPs utilisation (MFU); of a module: on its own ranks", percent, "%"),
     )
     lead = ""

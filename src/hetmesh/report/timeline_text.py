@@ -25,6 +25,7 @@ _BUBBLE_MARKS = {"dp_gather": "g", "dp_scatter": "r", "pp_warmup": " ", "pp_cool
 _BACKWARD_MARKS = "ABCDEFGHIJ"
 _MARKS = {FORWARD: "0123456789", BACKWARD: _BACKWARD_MARKS, BACKWARD_INPUT: _BACKWARD_MARKS}
 _MARKS |= {BACKWARD_WEIGHT: "w", OPTIMIZER: "o"}
+IN_COLLECTIVES = "in collectives"
 MAX_TRACKS = 32  # lines
 MAX_NAMES = 3  # stages in a track's label
 MAX_RUNS = 4  # of ranks
@@ -36,6 +37,12 @@ HEADS = tuple("in-layers" if name == "tp" else name.replace("_", "-") for name i
 def headline(timeline: Timeline) -> str:
     """The step's time and the share that the average rank does not compute."""
     return f"{1e3 * timeline.makespan:,.4g} ms, {average_bubbles(timeline).fraction:.1%} idle"
+
+
+def hidden_text(timeline: Timeline) -> str:
+    """How much of the collectives inside layers is used."""
+    hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
+    return f"{hidden:,.4g} ms in collectives, {timeline.hidden_share:.0%} of them, on the mean rank"
 
 
 def track_label(timeline: Timeline, track: int, separator: str = "  ") -> str:
@@ -56,19 +63,24 @@ def gantt_text(timeline: Timeline, width: int = 100, seconds: float | None = Non
     columns = max(width - margin - 4, 10)
     if seconds and timeline.makespan:
         columns = max(round(columns * timeline.makespan / seconds), 1)
-    lines = [f"{label[:margin]:<{margin}} |{_line(timeline, track, columns)}|" for track, label in enumerate(labels)]
+    lines = []
+    for track, label in enumerate(labels):
+        lines.append(f"{label[:margin]:<{margin}} |{_line(timeline, track, columns)}|")
+        if timeline.hidden and timeline.hidden[track]:
+            lines.append(f"{IN_COLLECTIVES[:margin]:>{margin}} |{_line(timeline, track, columns, side=True)}|")
     if len(timeline.tracks) > len(tracks):
         lines.append(f"and {len(timeline.tracks) - len(tracks)} tracks more")
     step = f"{1e3 * timeline.makespan / columns:.3g} ms"
     return "\n".join([*(line.rstrip() for line in lines), f"one character is {step}: {LEGEND}"])
 
 
-def _line(timeline: Timeline, track: int, columns: int) -> str:
+def _line(timeline: Timeline, track: int, columns: int, *, side: bool = False) -> str:
     share = timeline.makespan / columns
     if not share:
         return " " * columns
-    spans = timeline.work.select(timeline.work.track == track)
-    pieces = [(_BUBBLE_MARKS[kind], start, stop) for kind, start, stop in bubble_spans(timeline, track)]
+    shown = timeline.side if side and timeline.side else timeline.work
+    spans, gaps = shown.select(shown.track == track), [] if side else bubble_spans(timeline, track)
+    pieces = [(_BUBBLE_MARKS[kind], start, stop) for kind, start, stop in gaps]
     columns_of = (spans.kind, spans.microbatch, spans.start, spans.stop)
     for kind, m, start, stop in zip(*(c.tolist() for c in columns_of), strict=True):
         if marks := _MARKS.get(kind, ""):
@@ -111,6 +123,7 @@ def summary_json(timeline: Timeline) -> dict[str, Any]:
         for ranks, stages, peak, idle in tracks
     ]
     figures = {"makespan": timeline.makespan, "idle_fraction": average.fraction, "hidden": list(timeline.hidden)}
+    figures["hidden_share"] = timeline.hidden_share
     return {**figures, "average": seconds(average), "rows": rows}
 
 
@@ -217,7 +230,7 @@ def action_json(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
     return [asdict(time) | {"error": time.error} for time in action_times(timelines)]
 
 
-THREADS = ("compute", "transfers", "reductions")
+THREADS = ("compute", "transfers", "reductions", IN_COLLECTIVES)
 """Of each process. Reductions run beside compute, and spans of one thread must not overlap."""
 
 
@@ -246,10 +259,11 @@ def _events(name: str, timeline: Timeline, offset: int) -> Iterator[dict[str, An
         label = f"{name} {track_label(timeline, track)}".strip()
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-        for tid, thread in enumerate(THREADS):
+        for tid, thread in enumerate(THREADS if timeline.side else THREADS[:-1]):
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
     spans = [(span, 2 if span.kind == "REDUCE" else 0) for span in timeline.spans()]
     spans += [(span, 1) for span in timeline.spans(transfers=True)]
+    spans += [(span, 3) for span in timeline.spans(side=True)]
     for span, tid in spans:
         times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.stop - span.start)}
         args = {"microbatch": span.microbatch} | ({"to": span.to} if span.to != span.microbatch else {})

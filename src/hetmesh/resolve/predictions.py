@@ -46,7 +46,7 @@ def simulate_recipe(
     if beside and recipe.fills_bubbles and not recipe.schedule_key("bubble_fill_in_collectives"):
         schedule = fill_bubbles(model, plan, True, schedule_options(recipe), beside=beside)
     elif machine or profile:
-        schedule = StepSchedules(recipe, resolved.graph, model).of(plan)
+        schedule = StepSchedules(recipe, resolved.graph, model, resolved.typical).of(plan)
     else:
         schedule = resolved.schedules.of(plan)
     if schedule.in_collectives:

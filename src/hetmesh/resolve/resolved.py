@@ -183,7 +183,7 @@ class ResolvedRecipe:
     def schedules(self) -> StepSchedules:
         """Makes the schedules of steps, the same on all ranks."""
         model = agreed_step_model(self.recipe, self.graph, self.shapes) if self.recipe.fills_bubbles else None
-        return StepSchedules(self.recipe, self.graph, model)
+        return StepSchedules(self.recipe, self.graph, model, self.typical)
 
     def step_model(self, machine: str | None = None, profile: str | None = None) -> StepModel:
         """`recipe_step_model` with the machine and the profile that a command names.

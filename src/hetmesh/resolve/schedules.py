@@ -10,10 +10,10 @@ from hetmesh.errors import RecipeError, ScheduleError
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
-from hetmesh.resolve.splits import TYPICAL
+from hetmesh.resolve.splits import TYPICAL, Typical
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
 from hetmesh.simulate import StepModel
-from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
+from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical, fill_typical_beside
 
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
@@ -34,10 +34,12 @@ MAX_TYPICAL = 64
 class StepSchedules:
     """The schedules of a recipe's steps. Under `bubble_fill`, where the sizes of all modules are known, those of long
     steps follow what each microbatch costs; of shorter ones what typical microbatches do. `model`: what steps cost;
-    None where the sizes of a module are not known."""
+    None where the sizes of a module are not known; `typical`: what microbatches give modules."""
 
-    def __init__(self, recipe: Recipe, graph: ModuleGraph, model: StepModel | None) -> None:
-        self.recipe, self.graph = recipe, graph
+    def __init__(
+        self, recipe: Recipe, graph: ModuleGraph, model: StepModel | None, typical: Typical | None = None
+    ) -> None:
+        self.recipe, self.graph, self.typical = recipe, graph, typical or Typical()
         self.model = model if recipe.fills_bubbles else None
         self._typical: dict[Routes, Schedule] = {}
         self._newest: tuple[BatchPlan, Schedule] | None = None  # of steps that have their own
@@ -55,14 +57,15 @@ class StepSchedules:
         if self.model is None or not training:
             return recipe_schedule(self.recipe, self.graph, plan.routes, training)
         options = schedule_options(self.recipe)
+        beside = [name for name in self.graph.order if name != self.graph.sink.name] if options.in_collectives else ()
         if self.each_step:
             if self._newest is None or self._newest[0] is not plan:  # several ask for one plan's, which takes seconds
-                encoders = [name for name in self.graph.order if name != self.graph.sink.name]
-                beside = encoders if options.in_collectives else ()
                 self._newest = plan, fill_bubbles(self.model, plan, training, options, beside=beside)
             return self._newest[1]
         found = self._typical.pop(plan.routes, None)
-        if found is None:
+        if found is None and beside:
+            found = fill_typical_beside(self.model, plan.routes, options, self.typical.of, beside)
+        elif found is None:
             found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
         self._typical[plan.routes] = found  # last: the first is that of longest ago
         if len(self._typical) > MAX_TYPICAL:

@@ -23,7 +23,7 @@ from hetmesh.graph import ModuleGraph, Stage, stage_graph
 from hetmesh.parallel import Reduction
 from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fully_shard import WholeInStep
-from hetmesh.parallel.gaps import lending
+from hetmesh.parallel.gaps import GapTime, lending
 from hetmesh.parallel.random_state import random_place
 from hetmesh.runtime.batches_ahead import LoadBatch
 from hetmesh.runtime.live_bytes import LiveBytes
@@ -88,7 +88,7 @@ class Runtime:
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
         self.first = world.accelerator.stream(high_priority=True)
         self.reductions = tuple(reducer for reducer in reducers.values() if isinstance(reducer, Reduction))
-        self.stops = Stops()
+        self.stops, self.gap_time = Stops(), GapTime()
         self.clock: ActionClock | None = None
         self.recording: Recording | None = None
         self.collectives: Collectives = []
@@ -148,7 +148,7 @@ class Runtime:
                 while side is not None and beginning and beginning[0][1] <= place:
                     side.submit(beginning.popleft()[0])
                 with self._guarded(action), self._counted(action), runner.streams.of(action), _timed(clock, action):
-                    if side is not None and action in early:
+                    if side is not None and place in places:
                         side.due()
                         if place in last:
                             side.finish()
@@ -203,6 +203,7 @@ class Runtime:
     @contextmanager
     def _side(self, runner: StepRunner, early: Collection[Action]) -> Iterator[Side | None]:
         """What runs the actions `early` of a step; None where there are none."""
+        self.gap_time = GapTime()
         if not early:
             yield None
             return
@@ -211,8 +212,10 @@ class Runtime:
             with self._named(action):
                 runner.execute(action)
 
-        self.stops.watch(self.modules[action.stage] for action in early if action.kind is Kind.FORWARD)
-        with Side(run, self.world.rank, self.world.watchdog) as side, self.stops.of(side), lending(side.lend):
+        for stage in {action.stage for action in early if action.kind is Kind.FORWARD}:
+            self.stops.watch(self.modules[stage])
+        side = Side(run, self.world.rank, self.world.watchdog)
+        with side, self.stops.of(side), lending(side.lend) as self.gap_time:
             yield side
 
     @contextmanager

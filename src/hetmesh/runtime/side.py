@@ -1,14 +1,14 @@
 """Side: a second flow of control of a rank, for what runs while the first one waits in a collective.
 
 It has a thread of its own, and a baton changes hands: only one of the two ever runs. It halts at stops behind every
-leaf module that holds a weight, forward and backward: any code of a module can be halted there, and does not notice.
+leaf module that holds a matrix, forward and backward: any code of a module can be halted there, and does not notice.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -35,23 +35,25 @@ class Side:
     def __init__(self, run: Callable[[Action], None], rank: int, watchdog: Watchdog) -> None:
         self.run, self.rank, self.watchdog = run, rank, watchdog
         self._jobs: deque[Action] = deque()  # the first one may have begun
+        self._begun: int | None = None  # in which thread it has
         self._done = self._due = 0  # of all there were, how many are over, and have to be
         self._over: Callable[[], bool] = lambda: True  # when the side gives the baton back
         self._ended = False
         self._error: BaseException | None = None
         self._state = _FlowState()
-        self._main, self._modes = threading.get_ident(), dispatch_modes()
+        self._modes = dispatch_modes()
         self._own_turn, self._main_turn = threading.Lock(), threading.Lock()
         self._own_turn.acquire()
         self._main_turn.acquire()
         self._thread = threading.Thread(target=self._work, name="hetmesh-side", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended = True
+        if self._thread.ident is None:
+            return
         self._state.exchange()  # what is abandoned leaves its contexts
         self._own_turn.release()
         self._thread.join(self.watchdog.timeout)
@@ -64,7 +66,7 @@ class Side:
     def lend(self, until: Callable[[], bool]) -> None:
         """Let it run until a stop at which `until` holds, or until it has nothing to do. Raises what an action raised,
         and BoundaryTimeout."""
-        if threading.get_ident() != self._main:
+        if self._begun == threading.get_ident():
             raise BoundaryError(f"{self}: a collective in what runs beside others")
         if self._jobs and not until():
             self._hand_over(until)
@@ -74,9 +76,13 @@ class Side:
         self._due += 1
 
     def finish(self) -> None:
-        """All that is due is over when this returns. Raises what an action raised, and BoundaryTimeout."""
-        if self._done < self._due:
-            self._hand_over(lambda: self._done >= self._due)
+        """All that is due is over when this returns: what has not begun runs in the first flow, which waits anyway.
+        Raises what an action raised, and BoundaryTimeout."""
+        if self._begun is not None and self._done < self._due:
+            self._hand_over(lambda: self._begun is None)
+        while self._done < self._due:
+            self.watchdog.progress()
+            self._run_first()
 
     def stop(self) -> None:
         """Called between two pieces of an action: the side halts here, if it is time."""
@@ -86,8 +92,16 @@ class Side:
     def __str__(self) -> str:
         return f"{self._jobs[0]} in a gap of rank {self.rank}" if self._jobs else f"a gap of rank {self.rank}"
 
+    def _run_first(self) -> None:
+        self._begun = threading.get_ident()
+        self.run(self._jobs[0])
+        self._jobs.popleft()
+        self._begun, self._done = None, self._done + 1
+
     def _hand_over(self, until: Callable[[], bool]) -> None:
         self._over = until
+        if self._thread.ident is None:
+            self._thread.start()
         self._state.exchange()
         self._own_turn.release()
         timeout = self.watchdog.timeout
@@ -115,9 +129,7 @@ class Side:
         try:
             while True:
                 while self._jobs:
-                    self.run(self._jobs[0])
-                    self._jobs.popleft()
-                    self._done += 1
+                    self._run_first()
                     if self._over():
                         break
                 self._halt()
@@ -129,7 +141,7 @@ class Side:
 
 
 class Stops:
-    """Where a side may halt: behind each call of a leaf module that holds a weight, and where its gradient passes.
+    """Where a side may halt: behind each call of a leaf module that holds a matrix, and where its gradient passes.
 
     Attributes:
         side: whose they are at the time; None: nobody halts.
@@ -139,12 +151,13 @@ class Stops:
         self.side: Side | None = None
         self._watched: set[nn.Module] = set()
 
-    def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Let there be stops in `modules` from now on."""
-        for part in {part for module in modules for part in module.modules()} - self._watched:
-            if next(part.children(), None) is None and next(part.parameters(recurse=False), None) is not None:
+    def watch(self, module: nn.Module) -> None:
+        """Let there be stops in `module` from now on: behind matrices, as behind a norm there is little to halt for."""
+        new = set() if module in self._watched else {*module.modules()} - self._watched
+        self._watched |= new
+        for part in new:
+            if next(part.children(), None) is None and any(p.dim() > 1 for p in part.parameters(recurse=False)):
                 part.register_forward_hook(self._behind)
-                self._watched.add(part)
 
     def of(self, side: Side) -> AbstractContextManager[None]:
         """In the body they are those of `side`."""

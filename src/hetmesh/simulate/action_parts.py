@@ -15,6 +15,9 @@ from hetmesh.cost import LayerShape, Parts, Work
 from hetmesh.cost.layer_time import Rates, layer_time
 from hetmesh.cost.step_costs import COLLECTIVE
 
+MATRICES = {"attention": 4, "mlp": 2}
+"""How many there are in each kind of computation."""
+
 _TYPICAL = Work(1 << 12, 1 << 23, 1 << 12)
 _RATES = Rates(1.0)
 

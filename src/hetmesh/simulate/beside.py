@@ -12,6 +12,7 @@ collectives did not hide of it runs there, on its rank alone.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.errors import GraphError
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.schedule.windows import room_after
+from hetmesh.simulate.action_parts import MATRICES
 from hetmesh.simulate.program import RECEIVE, Program, Run
 from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
 
 _IDLE, _COMPUTING, _COMMUNICATING, _CLOSED = range(4)
 _HOSTS = {False: (_IDLE, _COMMUNICATING), True: (_IDLE, _COMPUTING)}  # of computation, of collectives
+_HOSTS_OF_THREADS = {False: (_COMMUNICATING,), True: (_IDLE, _COMPUTING)}
 
 
 @dataclass(eq=False)
@@ -36,7 +39,7 @@ class _Work:
     kind: int
     target: int
     microbatch: int
-    parts: list[tuple[bool, float]]  # (whether it is a collective, seconds)
+    parts: list[tuple[bool, float, float]]  # (whether it is a collective, seconds, those between two stops)
     after: list[float | _Arrival] = field(default_factory=list)
     stop: float | None = None
 
@@ -55,12 +58,15 @@ class _Arrival:
 
 
 class _Past:
-    """What a track did: runs of one kind, from 0 on, without gaps; and how far the stream has used it."""
+    """What a track did: runs of one kind, from 0 on, without gaps; and how far the stream has used it. Each collective
+    in which it computes costs it `hand_over` seconds first; if any, it is a thread, and leaves idle time alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, hand_over: float) -> None:
+        self.hand_over = hand_over
+        self.hosts = _HOSTS_OF_THREADS if hand_over else _HOSTS
         self.stops: list[float] = []
         self.kinds: list[int] = []
-        self.place, self.now = 0, 0.0
+        self.place, self.now, self.entered = 0, 0.0, -1
 
     def add(self, kind: int, stop: float) -> None:
         if stop <= (self.stops[-1] if self.stops else 0.0):
@@ -71,15 +77,25 @@ class _Past:
             self.kinds.append(kind)
             self.stops.append(stop)
 
-    def spend(self, collective: bool, seconds: float) -> Iterator[tuple[int, float, float]]:
-        """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop."""
+    def spend(self, collective: bool, seconds: float, piece: float) -> Iterator[tuple[int, float, float]]:
+        """Use what is left for computation, in pieces, or for a collective as a whole: kind of the run, start, stop. A
+        thread goes on to its next stop, every `piece` seconds, when a collective is over: then the kind is _CLOSED."""
+        whole = seconds
         while seconds > 0.0 and self.place < len(self.stops):
             kind, stop = self.kinds[self.place], self.stops[self.place]
+            if kind == _COMMUNICATING and not collective and self.place > self.entered:
+                self.now, self.entered = min(self.now + self.hand_over, stop), self.place
             room = stop - self.now
-            if kind in _HOSTS[collective] and room > 0.0 and (not collective or room >= seconds):
+            if kind in self.hosts[collective] and room > 0.0 and (not collective or room >= seconds):
                 used = min(room, seconds)
                 yield kind, self.now, self.now + used
                 self.now, seconds = self.now + used, seconds - used
+                done, over = whole - seconds, 0.0
+                if kind == _COMMUNICATING and self.hand_over:
+                    over = min(piece * math.ceil(done / piece - 1e-9) - done, seconds)
+                if over > 1e-15:
+                    seconds -= over
+                    yield _CLOSED, stop, stop + over
             if seconds > 0.0 or self.now >= stop:
                 self.now = max(self.now, stop)
                 self.place += 1
@@ -109,7 +125,7 @@ class BesideRun(Run):
             place = {action: i for i, action in enumerate(schedule.actions)}
             for forward, behind in room_after(schedule, place).items():
                 self.room.setdefault(behind, []).append(place[forward])
-        self.past = [_Past() for _ in columns.tracks]
+        self.past = [_Past(costs.hand_over) for _ in columns.tracks]
         self.queue: list[deque[_Work]] = [deque() for _ in columns.tracks]
         self.done: dict[tuple[int, int, bool], list[_Work]] = {}
         self.after: dict[tuple[int, int, bool], list[list[float | _Arrival]]] = {}
@@ -201,7 +217,7 @@ class BesideRun(Run):
         made: list[_Work] = self.done.setdefault((target, m, forward), [])
         for g, tracks in enumerate(groups):
             parts, seconds, inside = self._parts(i, g)
-            pieces = [(kind == COLLECTIVE, part) for kind, part in parts]
+            pieces = [(kind == COLLECTIVE, part, part / MATRICES.get(kind, 1)) for kind, part in parts]
             if len(tracks) == 1:
                 opened = [self.opened[i][tracks[0]]] if i in self.opened else []
                 work = _Work(tracks[0], c.kinds[i], target, m, pieces, [*after[g], *opened])
@@ -269,20 +285,26 @@ class BesideRun(Run):
         past = self.past[track]
         past.add(_IDLE, self.free[track])
         past.skip(ready)
-        for place, (collective, seconds) in enumerate(work.parts):
+        for place, (collective, seconds, piece) in enumerate(work.parts):
             left = seconds
-            for kind, start, stop in past.spend(collective, seconds):
+            for kind, start, stop in past.spend(collective, seconds, piece):
                 left -= stop - start
                 if kind == _COMMUNICATING:
                     self.hidden[track] += stop - start
-                    self.collectives[track] -= stop - start
+                    self.collectives[track] = max(self.collectives[track] - (stop - start), 0.0)
+                    self._span(track, work.kind, work.target, work.microbatch, start, stop, side=True)
                 elif kind == _IDLE:
                     self.collectives[track] += (stop - start) * collective
                     self._span(track, work.kind, work.target, work.microbatch, start, stop)
+                elif kind == _CLOSED:  # all that the track did since is so much later
+                    end = self.free[track]
+                    self.free[track] = self.idle[track] = end + stop - start
+                    past.add(_CLOSED, self.free[track])
+                    self._span(track, work.kind, work.target, work.microbatch, end, self.free[track])
             if past.place == len(past.stops) and left > 1e-15:
-                later = work.parts[place + 1 :]
-                rest = left + sum(part for _, part in later)
-                self.collectives[track] += sum(part for inside, part in [(collective, left), *later] if inside)
+                later = [(collective, left), *(part[:2] for part in work.parts[place + 1 :])]
+                rest = sum(part for _, part in later)
+                self.collectives[track] += sum(part for inside, part in later if inside)
                 start = max(self.free[track], past.now)
                 self._block(track, start, start + rest)
                 self._span(track, work.kind, work.target, work.microbatch, start, start + rest)

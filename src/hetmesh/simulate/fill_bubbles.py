@@ -28,32 +28,39 @@ def fill_bubbles(
         ScheduleError: see `bubble_fill`.
         HetmeshError: see `StepModel.costs`.
     """
-    stages, routes = model.stages, plan.routes
-    costs = model.costs(plan, Schedule(stages, routes, (), training), parts=bool(beside))
+    costs = model.costs(plan, Schedule(model.stages, plan.routes, (), training), parts=bool(beside))
+    return _by_costs(costs, model, plan.routes, training, options, beside)
+
+
+def _by_costs(
+    costs: StepCosts, model: StepModel, routes: Routes, training: bool, options: PolicyOptions, beside: Collection[str]
+) -> Schedule:
     costs = replace(on_grid(costs), busy_slowdown=())
-    return bubble_fill(
-        stages,
-        routes,
-        training,
-        options,
-        durations=_durations(costs.stages, costs.action_overhead),
-        score=lambda schedule: simulate(schedule, costs, beside=beside).makespan,
-        lanes=costs.lanes,
-        on_sets=_on_sets(costs),
-    )
+    unit = _unit(costs) or 1.0  # parts of actions lie on no grid, so sums of them are brought onto it
+
+    def score(schedule: Schedule) -> float:
+        return unit * round(simulate(schedule, costs, beside=beside).makespan / unit)
+
+    durations, on_sets = _durations(costs.stages, costs.action_overhead), _on_sets(costs)
+    seconds: dict[str, Any] = {"durations": durations, "lanes": costs.lanes, "on_sets": on_sets}
+    return bubble_fill(model.stages, routes, training, options, score=score, **seconds)
 
 
 _GRID = 2.0**-16  # of the longest action
 _SECONDS = ("forward", "backward_input", "backward_weight", "collectives_forward", "collectives_backward")
 
 
+def _unit(costs: StepCosts) -> float:
+    longest = max((max(cost.forward, cost.backward) for cost in costs.stages.values()), default=0.0)
+    return 2.0 ** math.frexp(longest)[1] * _GRID if longest else 0.0
+
+
 def on_grid(costs: StepCosts) -> StepCosts:
     """All seconds as multiples of one power of two, so that sums of them are exact: which of two schedules is the
     shorter does not depend on how a processor rounds."""
-    longest = max((max(cost.forward, cost.backward) for cost in costs.stages.values()), default=0.0)
-    if not longest:
+    unit = _unit(costs)
+    if not unit:
         return costs
-    unit = 2.0 ** math.frexp(longest)[1] * _GRID
 
     def rounded(seconds: float) -> float:
         return round(seconds / unit) * unit
@@ -77,6 +84,14 @@ def on_grid(costs: StepCosts) -> StepCosts:
     )
 
 
+def fill_typical_beside(
+    model: StepModel, routes: Routes, options: PolicyOptions, work: Callable[[str], Work], beside: Collection[str]
+) -> Schedule:
+    """`fill_bubbles` for microbatches that are all alike: `work` as in `StepModel.typical_costs`."""
+    costs = replace(model.typical_costs(routes, work), lanes=_lanes(model, routes))
+    return _by_costs(costs, model, routes, True, options, beside)
+
+
 def fill_typical(model: StepModel, routes: Routes, training: bool, options: PolicyOptions, work: Work) -> Schedule:
     """`bubble_fill` for microbatches that are all alike: `work` on each lane of the sink, and as many rows."""
     graph, costs = model.graph, {}
@@ -93,16 +108,19 @@ def fill_typical(model: StepModel, routes: Routes, training: bool, options: Poli
                 share * sum(time.backward_input for time in own),
                 share * sum(time.backward_weight for time in own),
             )
-    groups = {stage: group_ranks(graph[stage.module], stage.index) for stage in model.stages.stages}
+    alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
+    alike = dict(on_grid(StepCosts(alike)).stages)
+    lanes = _lanes(model, routes)
+    return bubble_fill(model.stages, routes, training, options, durations=_durations(alike, 0.0), lanes=lanes)
+
+
+def _lanes(model: StepModel, routes: Routes) -> Lanes:
+    groups = {stage: group_ranks(model.graph[stage.module], stage.index) for stage in model.stages.stages}
     flows: dict[Route, tuple[tuple[int, int], ...]] = {}
     for edge in model.stages.edges:
         if not edge.internal and groups[edge.source] == groups[edge.destination]:  # both have the same samples
             flows |= dict.fromkeys(routes.along(edge), tuple((i, i) for i in range(len(groups[edge.source]))))
-    alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
-    alike = dict(on_grid(StepCosts(alike)).stages)
-    return bubble_fill(
-        model.stages, routes, training, options, durations=_durations(alike, 0.0), lanes=Lanes(groups, flows)
-    )
+    return Lanes(groups, flows)
 
 
 def _durations(costs: Mapping[tuple[Stage, int], StageCost], overhead: float) -> Callable[[Action], float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +23,7 @@ from hetmesh.cost import (
 from hetmesh.cost.flops import SampleCosts
 from hetmesh.cost.static_memory import update_bytes
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import ModuleGraph, Stage, StageGraph, stage_graph
+from hetmesh.graph import ModuleGraph, Routes, Stage, StageGraph, stage_graph
 from hetmesh.layout.hashing import memoized
 from hetmesh.schedule import Schedule
 from hetmesh.simulate.lanes import group_ranks, lane_groups, merge_equal_replicas, plan_flows
@@ -118,17 +118,9 @@ class StepModel:
             HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
         """
         stages, routes = schedule.stages, schedule.routes
-        fed = {edge.destination for edge in stages.gradient_edges}
-        built = {
-            stage: self._stage_costs(stage, stage in fed, stage in stages.backward_stages, stage in schedule.recompute)
-            for stage in stages.stages
-        }
+        built = self._built(stages, schedule.recompute)
         work = {name: [rank_work(plan, name, m) for m in range(routes.count(name))] for name in self.graph.order}
-        costs = {
-            (stage, m): cost
-            for stage in stages.stages
-            for m, cost in enumerate(built[stage].costs(work[stage.module]) if work[stage.module] else ())
-        }
+        costs = _stage_costs(built, work)
         return StepCosts(
             costs,
             transfer_costs(plan, schedule, self.machine, self.sample),
@@ -136,6 +128,7 @@ class StepModel:
             {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
             self._optimizer_seconds,
             {rank: memory.total for rank, memory in self.held.items()},
+            hand_over=self.machine.hand_over,
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
             lanes=self._lanes(plan, schedule, built, work) if lanes else None,
@@ -143,6 +136,28 @@ class StepModel:
             parts=self._parts(built, work, costs) if parts else {},
             update_bytes=self._update_bytes,
         )
+
+    def typical_costs(self, routes: Routes, work: Callable[[str], Work]) -> StepCosts:
+        """What actions take, and consist of, in microbatches that are all alike; nothing else of a step.
+
+        Args:
+            work: by module, what a microbatch gives one lane where there are as many as of the sink.
+        """
+        built, given = self._built(self.stages, ()), {}
+        for name in self.graph.order:
+            count, whole = routes.count(name), work(name)
+            share = routes.count(self.graph.sink.name) / max(count, 1) / self.graph[name].mesh.axis_size("cp")
+            mean = Work(*(round(share * n) for n in (whole.rows, whole.pairs, whole.targets)))
+            given[name] = [(RankWork(mean),)] * count
+        costs = _stage_costs(built, given)
+        return StepCosts(costs, parts=self._parts(built, given, costs), hand_over=self.machine.hand_over)
+
+    def _built(self, stages: StageGraph, recompute: Collection[Stage]) -> dict[Stage, StageCosts]:
+        fed = {edge.destination for edge in stages.gradient_edges}
+        return {
+            stage: self._stage_costs(stage, stage in fed, stage in stages.backward_stages, stage in recompute)
+            for stage in stages.stages
+        }
 
     def _lanes(
         self,
@@ -201,12 +216,7 @@ class StepModel:
         return np.array([1.0, work.rows / cp, work.pairs / cp, work.targets / cp])
 
     def _stage_seconds(self, module: str) -> list[tuple[np.ndarray, np.ndarray]]:
-        stages = self.stages
-        fed = {edge.destination for edge in stages.gradient_edges}
-        return [
-            self._stage_costs(stage, stage in fed, stage in stages.backward_stages, False).seconds
-            for stage in stages.of_module(module)
-        ]
+        return [costs.seconds for stage, costs in self._built(self.stages, ()).items() if stage.module == module]
 
     @memoized
     def _stage_costs(self, stage: Stage, fed: bool, backward: bool, recompute: bool) -> StageCosts:
@@ -240,3 +250,13 @@ class StepModel:
             rank: update_bytes(held, self.optimizer, self.implementation, self.weight_decay)
             for rank, held in of_rank.items()
         }
+
+
+def _stage_costs(
+    built: Mapping[Stage, StageCosts], work: Mapping[str, Sequence[Sequence[RankWork]]]
+) -> dict[tuple[Stage, int], StageCost]:
+    return {
+        (stage, m): cost
+        for stage, costs in built.items()
+        for m, cost in enumerate(costs.costs(work[stage.module]) if work[stage.module] else ())
+    }

@@ -103,6 +103,7 @@ class Timeline:
         peak_bytes: per track, of the rank that holds most: static, activations and boundary buffers; 0 where not known.
         hidden: per track, seconds of computation inside collectives of other actions (`simulate(beside=...)`), which
             are then no idle time; empty: none.
+        side: this computation, as `work`; None: not known, as where the timeline is from a file.
     """
 
     tracks: tuple[tuple[int, ...], ...]
@@ -114,6 +115,7 @@ class Timeline:
     collectives: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     hidden: tuple[float, ...] = ()
+    side: Spans | None = None
 
     @classmethod
     def recorded(
@@ -194,9 +196,15 @@ class Timeline:
     def _track_of(self) -> dict[int, int]:
         return {rank: i for i, ranks in enumerate(self.tracks) for rank in ranks}
 
-    def spans(self, track: int | None = None, *, transfers: bool = False) -> Iterator[Span]:
-        """Work, or transfers, of one track or of all, as values."""
-        columns = self.transfers if transfers else self.work
+    @property
+    def hidden_share(self) -> float:
+        """Of the seconds of collectives inside layers, those in which ranks compute."""
+        hidden = sum(self.hidden)
+        return hidden / (hidden + sum(self.collectives)) if hidden else 0.0
+
+    def spans(self, track: int | None = None, *, transfers: bool = False, side: bool = False) -> Iterator[Span]:
+        """Work, transfers, or what computes in collectives, of one track or of all, as values."""
+        columns = self.transfers if transfers else (self.side or Spans.of([()] * 7)) if side else self.work
         if track is not None:
             columns = columns.select(columns.track == track)
         for r, kind, target, m, start, stop, to in zip(*(c.tolist() for c in columns.columns), strict=True):

@@ -118,7 +118,9 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
         loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
         loss = loss / targets
         balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
-        (loss + balance * per_token / targets).backward()
+        whole = loss + balance * per_token / targets
+        if whole.requires_grad:  # not where only an encoder is trained, and no sample has anything for it
+            whole.backward()
         return loss.item()
 
     with exact_dtypes(*modules.values(), every_cast=is_split(adapters)):

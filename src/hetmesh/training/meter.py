@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -86,13 +86,15 @@ class Meter:
         mine += [float(peak_memory(self.world.device))]
         mine += [float(log.bytes_received(name, way)) for name in names for way in DIRECTIONS]
         mine += [log.seconds_waited(name) for name in names]
+        mine += astuple(self.job.runtime.gap_time)
         everyone = gather_over_ranks(mine, self.world, self.experts.loads.mine())
         everyone, routed = everyone[:, : len(mine)], everyone[:, len(mine) :]
         samples, everyone = everyone[:, : len(kept)], everyone[:, len(kept) :]
         data = dict(zip(kept, samples.T, strict=True))
         counts = {name: int(data[name].sum()) for name in COSTS if name != "load_s"}
         received = everyone[:, 1 : 1 + 2 * len(names)].sum(0).reshape(-1, 2).tolist()
-        waited = everyone[:, 1 + 2 * len(names) :].amax(0).tolist()
+        waited = everyone[:, 1 + 2 * len(names) : -2].amax(0).tolist()
+        gap_s, lent_s = (everyone[:, -2:].sum(0) / max(int((everyone[:, -2] > 0).sum()), 1)).tolist()
         return Measured(
             int(everyone[:, 0].max()),
             len(self.graph.ranks),
@@ -108,6 +110,7 @@ class Meter:
                 **{name: round(float(data[name].max()), 6) for name in ("load_s", "wait_s")},
             },
             self.experts.loads.read(routed.sum(0), targets, self.experts.placements),
+            {"gap_s": round(gap_s, 6), "lent_s": round(lent_s, 6)} if gap_s else {},
         )
 
 
