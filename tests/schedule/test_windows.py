@@ -129,7 +129,7 @@ def test_a_device_is_given_what_runs_beside_before_the_actions_that_it_runs_besi
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_comes_ahead_is_valid_within_caps_and_leaves_others_in_order(case):
-    schedule = CASES[case]
+    schedule = CASES[case]()
     early = ahead(schedule)
     assert validate(early) == early
     assert compute(early.actions) != compute(schedule.actions)

@@ -63,7 +63,7 @@ def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> F
     last. Whatever may begin before its place then has the longest time to.
 
     Args:
-        rounds: forwards come in so many rounds of microbatches, each as in `coarse` when the sink's module needs the
+        rounds: how many rounds of microbatches forwards come in, each as in `coarse` when the sink's module needs the
             first of it, so that pipelines of fillers fill; 0: one by one.
     """
     if not rounds:
