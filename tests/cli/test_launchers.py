@@ -27,7 +27,14 @@ TWO_NODES = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
 }
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+OPEN_MPI = {  # as Open MPI 5.0 sets them
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-vm-28969@1",
+    "PMIX_RANK": "1",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH 5.0
 BATCH = {"SLURM_JOB_ID": "81", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NNODES": "1"}
 
@@ -61,15 +68,24 @@ def test_one_task_is_one_whole_job():
 
 def test_a_batch_script_without_srun_says_whom_it_waits_for():
     assert "waiting for 1 more tasks (SLURM_NTASKS = 2)" in find_place(BATCH).note
+    # mpirun in a batch script: its own variables count
+    assert find_place({**BATCH, **OPEN_MPI}).rank == 1
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
+def test_mpirun_on_one_machine(env):
+    place = find_place(env)
+    assert (place.rank, place.size, place.local_rank, place.local_size) == (1, 2, 1, 2)
+    assert place.address == "127.0.0.1"
+    assert find_place(dict.fromkeys(env, "0") | env | {"PMI_RANK": "0", "OMPI_COMM_WORLD_RANK": "0"}).port == place.port
 
 
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE = 2 is set, so a launcher"),
-        (HYDRA, "PMI_SIZE = 2 is set, so a launcher"),
-        ({**BATCH, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE = 2 is set, so a launcher"),  # mpirun in a batch script
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 is no rank of WORLD_SIZE = 2 processes"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set MASTER_ADDR and MASTER_PORT.*mpirun -x MASTER_ADDR"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpiexec started this process as rank 0 of 2, not all of them on this"),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK = 2 is no rank of"),
         ({**TWO_NODES, "SLURM_PROCID": "x"}, "SLURM_PROCID = 'x' is not a number"),
         ({"RANK": "1"}, "RANK = 1 is set, so a launcher seems .* but RANK and WORLD_SIZE are not both set"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE = 4 is set, so a launcher"),

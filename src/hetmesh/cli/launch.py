@@ -55,7 +55,7 @@ def launch_recipe(recipe: Recipe) -> int:
 
 def launch(function: Callable[..., object], ranks: int, /, *args: Any) -> None:
     """Run `function(*args)` in `ranks` worker processes of this machine, in an environment such as torchrun makes, and
-    wait for them. In a process that torchrun or srun started it is called right here, as one of their workers.
+    wait for them. In a process that torchrun, srun or mpirun started it is called right here, as one of their workers.
 
     Workers are forked on a CPU, where this process has one thread. Otherwise they start anew: `function` is then at the
     top level of a module, and a script calls this under `if __name__ == "__main__":`. Raises LaunchError: a worker

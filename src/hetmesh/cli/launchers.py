@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from hetmesh.errors import LaunchError
 
-TORCHRUN, SLURM = "torchrun", "srun"
+TORCHRUN, SLURM, _MPIRUN, _MPIEXEC = "torchrun", "srun", "mpirun", "mpiexec"
 HOST = "127.0.0.1"
 _PORTS = range(20000, 30000)  # below those that systems hand out by themselves
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""torchrun's: rank, ranks, rank on this machine, ranks on this machine."""
-_OTHERS = {"RANK": "", "WORLD_SIZE": "1", "PMIX_RANK": "", "OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}
-"""Variables of launchers, those of MPI among them, and what they are where a process is alone."""
+_VARIABLES = {  # rank, ranks, rank on this machine, ranks on this machine
+    TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _MPIRUN: tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    _MPIEXEC: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Place:
     @property
     def environment(self) -> dict[str, str]:
         """The same in torchrun's variables, which torch.distributed reads."""
-        names = (*_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
+        names = (*_VARIABLES[TORCHRUN], "MASTER_ADDR", "MASTER_PORT")
         values = self.rank, self.size, self.local_rank, self.local_size, self.address, self.port
         return {name: str(value) for name, value in zip(names, values, strict=True)}
 
@@ -51,26 +52,45 @@ class Place:
 def find_place(env: Mapping[str, str]) -> Place | None:
     """The place that the environment `env` gives this process; None where nothing started it as one of several.
     Raises LaunchError: the variables say that it is one of several, and not which, or not where the others are."""
-    if "RANK" in env and "WORLD_SIZE" in env:
-        rank, size, local_rank, local_size = (_number(env, name) for name in _VARIABLES)
+    for launcher, names in _VARIABLES.items():
+        if names[0] not in env or names[1] not in env:
+            continue
+        rank, size, local_rank, local_size = (_number(env, name) for name in names)
         if rank is None or size is None or not rank < size:
-            raise LaunchError(f"RANK = {env['RANK']} is no rank of WORLD_SIZE = {env['WORLD_SIZE']} processes")
-        missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name))
-        if missing:
-            raise LaunchError(f"RANK and WORLD_SIZE are set, but not {missing}: where rank 0 can be found")
-        # as hetmesh.init reads what is not set
-        return Place(TORCHRUN, rank, size, local_rank or 0, local_size or 1, env["MASTER_ADDR"], _port(env, ""))
-    slurm = _slurm(env)
-    others = [name for name, alone in _OTHERS.items() if env.get(name, alone) not in ("", alone)]
-    if slurm is not None and not (slurm.note and others):  # srun sets some of these, too; mpirun in a batch script does
+            raise LaunchError(f"{names[0]} = {env[names[0]]} is no rank of {names[1]} = {env[names[1]]} processes")
+        if launcher == TORCHRUN:
+            missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name))
+            if missing:
+                raise LaunchError(f"RANK and WORLD_SIZE are set, but not {missing}: where rank 0 can be found")
+            # as hetmesh.init reads what is not set
+            return Place(launcher, rank, size, local_rank or 0, local_size or 1, env["MASTER_ADDR"], _port(env, ""))
+        if launcher == _MPIEXEC and (slurm := _slurm(env)) and slurm.size == size and not slurm.note:
+            return slurm  # srun --mpi=pmi2 sets both; its own variables tell more
+        return _mpi_place(launcher, env, rank, size, local_rank, local_size) if size > 1 else None
+    if (slurm := _slurm(env)) is not None:
         return slurm if slurm.size > 1 else None
-    if others:
-        raise LaunchError(
-            f"{others[0]} = {env[others[0]]} is set, so a launcher seems to have started this process as one of "
-            "several, but RANK and WORLD_SIZE are not both set: start with torchrun or srun, set RANK, WORLD_SIZE, "
-            f"MASTER_ADDR and MASTER_PORT, or unset {others[0]} to start local workers"
-        )
+    for name, harmless in (("RANK", ""), ("WORLD_SIZE", "1"), ("PMIX_RANK", "")):
+        if env.get(name, "") not in ("", harmless):
+            raise LaunchError(
+                f"{name} = {env[name]} is set, so a launcher seems to have started this process as one of several, but "
+                "RANK and WORLD_SIZE are not both set: start with torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR "
+                f"and MASTER_PORT, or unset {name} to start local workers"
+            )
     return None
+
+
+def _mpi_place(
+    launcher: str, env: Mapping[str, str], rank: int, size: int, local_rank: int | None, local_size: int | None
+) -> Place:
+    if local_size != size and not (env.get("MASTER_ADDR") and env.get("MASTER_PORT")):
+        raise LaunchError(
+            f"{launcher} started this process as rank {rank} of {size}, not all of them on this machine: set "
+            "MASTER_ADDR and MASTER_PORT, a host and a free port on it, to the same on all of them"
+            + (" (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...)" if launcher == _MPIRUN else "")
+        )
+    local = rank if local_rank is None else local_rank, size if local_size is None else local_size
+    job = env.get("PMIX_NAMESPACE") or str(os.getppid())
+    return Place(launcher, rank, size, *local, env.get("MASTER_ADDR") or HOST, _port(env, job))
 
 
 def _slurm(env: Mapping[str, str]) -> Place | None:

@@ -112,12 +112,13 @@ def _self_checked(recipe: Recipe, args: argparse.Namespace) -> list[str]:
 
 
 def _wrong_size(place: Place, path: str, needed: int) -> str:
-    names = {TORCHRUN: "WORLD_SIZE", SLURM: "SLURM_NTASKS"}
+    names = {TORCHRUN: "WORLD_SIZE = ", SLURM: "SLURM_NTASKS = "}
     how = {TORCHRUN: f"on one machine: --nproc-per-node {needed}", SLURM: f"srun --ntasks {needed} hetmesh train ..."}
     return (
-        f"{path} describes {needed} ranks, but {place.launcher} started {names[place.launcher]} = {place.size}; start "
-        f"{needed} ({how[place.launcher]}), or change the ranks under [parallelism]: `hetmesh plan {path} --ranks "
-        f"{place.size} --write FILE.toml` finds a layout for {place.size}, and a checkpoint of any layout goes on in it"
+        f"{path} describes {needed} ranks, but {place.launcher} started {names.get(place.launcher, '')}{place.size}; "
+        f"start {needed} ({how.get(place.launcher, f'{place.launcher} -n {needed} hetmesh train ...')}), or change the "
+        f"ranks under [parallelism]: `hetmesh plan {path} --ranks {place.size} --write FILE.toml` finds a layout for "
+        f"{place.size}, and a checkpoint of any layout goes on in it"
     )
 
 
