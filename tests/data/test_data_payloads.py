@@ -18,7 +18,7 @@ from hetmesh.data.payload_workers import InWorkers, packed, unpacked
 from hetmesh.data.payloads import Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.data.source import COSTS
 from hetmesh.errors import LoaderError, SampleError
-from hetmesh.models.collate import stacked
+from hetmesh.models.collate import joined, stacked
 
 DTYPES = (
     torch.float32,
@@ -81,6 +81,11 @@ def test_the_items_of_a_request_stack_without_a_copy_and_others_with_one():
     for chosen in ([0, 1, 2, 3, 4], [4, 3], [0, 2], [1, 1], [3]):
         assert torch.equal(stacked([laid[i] for i in chosen]), torch.stack([images[i] for i in chosen]))
     assert stacked([torch.zeros(0, 2)] * 3).shape == (3, 0, 2)
+    rows = laid[0].flatten()[:6].view(3, 2)
+    adjacent, apart, overlapping = [rows[:1], rows[1:]], [rows[:1], rows[2:]], [rows[:2], rows[1:]]
+    assert joined(adjacent).data_ptr() == rows.data_ptr()
+    for parts in (adjacent, apart, overlapping, [rows[1:], rows[:1]]):
+        assert torch.equal(joined(parts), torch.cat(parts))
 
 
 def full(*_):

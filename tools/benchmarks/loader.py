@@ -40,7 +40,7 @@ from hetmesh.data import Loader, make_source
 from hetmesh.data.metadata_index import build_index
 from hetmesh.data.payload_workers import InWorkers
 from hetmesh.data.payloads import SplitSources
-from hetmesh.models.collate import stacked
+from hetmesh.models.split.batching import Cat
 from surveying.tiny_config import make_tiny
 from surveying.tiny_processor import default_config, fit_config, save_processor
 
@@ -189,7 +189,8 @@ def take_turns(folder: Path, options: dict[str, str], args: argparse.Namespace) 
             for drawn in batches:
                 samples = loader.load(drawn)
                 needed += sum(sample.bytes_needed for sample in samples)
-                yield stacked([sample.units["image"]["pixel_values"][0] for sample in samples])
+                units = [sample.units["image"] for sample in samples]
+                yield Cat(0).join([unit["pixel_values"] for unit in units], units)  # as towers of the directory do
 
         plain = DataLoader(
             Plain(folder),

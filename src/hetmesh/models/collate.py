@@ -24,21 +24,22 @@ def collate_media(
 
 
 def stacked(items: Sequence[Tensor]) -> Tensor:
-    """`torch.stack`, but a read-only view where the items are adjacent in memory, as from worker processes."""
-    first, size = items[0], items[0].nbytes
-    start = first.data_ptr()
+    """`torch.stack`, but as `joined` where it can be."""
+    return joined([item.unsqueeze(0) for item in items])
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` along the first dim, but a read-only view where they are adjacent in memory, as from worker
+    processes."""
+    first, end = tensors[0], tensors[0].data_ptr()
     storage = first.untyped_storage()
-    adjacent = all(
-        item.data_ptr() == start + i * size
-        and item.shape == first.shape
-        and item.dtype == first.dtype
-        and item.is_contiguous()
-        and item.untyped_storage().data_ptr() == storage.data_ptr()
-        for i, item in enumerate(items)
-    )
-    if not adjacent or not size or first.requires_grad:
-        return torch.stack(list(items))
-    return first.as_strided((len(items), *first.shape), (first.numel(), *first.stride()))
+    for tensor in tensors:
+        alike = tensor.shape[1:] == first.shape[1:] and tensor.dtype == first.dtype and tensor.is_contiguous()
+        adjacent = tensor.data_ptr() == end and tensor.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (alike and adjacent) or not tensor.nbytes or tensor.requires_grad:
+            return torch.cat(list(tensors))
+        end += tensor.nbytes
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
 def media_items(

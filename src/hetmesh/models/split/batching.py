@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.errors import RecipeError
+from hetmesh.models.collate import joined
 from hetmesh.models.split.made import Unit, as_tensor
 from hetmesh.models.split.processor import EXAMPLES, Clip, Processor, processor_at
 from hetmesh.models.split.whole_model import WholeModel
@@ -31,7 +32,7 @@ class Cat:
 
     def join(self, tensors: Sequence[Tensor], units: Sequence[Unit]) -> Any:
         """The tensor of a batch of those of its samples. `units`: all tensors of each sample."""
-        return torch.cat(list(tensors), self.dim)
+        return torch.cat(list(tensors), self.dim) if self.dim else joined(tensors)
 
 
 @dataclass(frozen=True)
