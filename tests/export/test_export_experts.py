@@ -79,4 +79,4 @@ def test_what_was_trained_on_shards_is_what_one_process_trains_and_exports(pool4
 )
 def test_experts_that_ranks_have_all_of_or_shards_train_as_transformers_does(pool4, tmp_path, layout):
     given = parse_recipe(tiny_vlms.recipe_text(transposed(tiny_vlms.save("qwen3_vl_moe", tmp_path)), layout))
-    compare(whole_reference(given), pool4.run(run_as, given, 3, None, None, timeout=120), 1e-10)
+    compare(whole_reference(given, 2), pool4.run(run_as, given, 2, None, None, timeout=120), 1e-10)

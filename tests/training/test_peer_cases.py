@@ -192,12 +192,8 @@ OFTEN = (
     "[1,2,3] over 2 receivers (rejected by the peer)",
     "peers with rows 3, 0, 7",
     "2,2 -> 4,1 @4",
-    "rejected: PP 2",
     "rejected: DP 3 and 2 on 6 ranks",
-    "5",
     "image @0, audio @1, LLM tp2 pp2 @2",
-    "two encoders @0, LLM @1",
-    "half of the ranks text-only",
     "one rank with images",
 )
 """The other cases are exhaustive: pairs of features in `test_parity_matrix.py` cover what they do."""
