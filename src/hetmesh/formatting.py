@@ -18,13 +18,18 @@ def listed(texts: Sequence[str], shown: int = 8) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks as a recipe may write them: `(0, 1, 2, 5)` -> `"0-2,5"`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in rank_runs(ranks))
+
+
+def rank_runs(ranks: Iterable[int]) -> list[list[int]]:
+    """First and last of each run of consecutive ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return runs
 
 
 def toml(value: object) -> str:

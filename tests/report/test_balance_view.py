@@ -1,6 +1,7 @@
 """`hetmesh balance`: what it predicts is what runs, samples of which only lengths are known, text, JSON and picture."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_text_and_json(view):
     own = next(each for each in view.balancers if each.recipe)
     slower = best.gain > 1.005 * own.gain
     assert (f"fastest here: {best.name}, {best.gain:.3f}x; the recipe's auto: {own.gain:.3f}x" in text) == slower
-    json.dumps(view.as_json(), allow_nan=False)
+    json.dumps(asdict(view), allow_nan=False)
 
 
 def test_many_modules_fit_into_lines(capsys):

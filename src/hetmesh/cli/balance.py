@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from hetmesh.recipe.recipe import load_recipe
 
@@ -33,5 +34,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     given = {"machine": args.machine, "profile": args.profile}
     view = balance_view(resolve(recipe), lengths=args.lengths, batches=args.batches, **given)
-    print(to_json(view.as_json(), indent=2) if args.json else balance_text(view))
+    print(to_json(asdict(view), indent=2) if args.json else balance_text(view))
     return 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -147,7 +146,3 @@ class BalanceView:
     choices: tuple[tuple[Candidate, ...], ...]
     experts: tuple[ExpertUse, ...]
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """The same in what JSON knows."""
-        return asdict(self)

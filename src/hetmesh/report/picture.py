@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hetmesh.formatting import rank_runs
 from hetmesh.records.metrics import amount
 from hetmesh.report.figures import gap_colour, new_figure, plain, save_figure
 from hetmesh.report.values import RecipeView
@@ -45,8 +44,8 @@ def _draw_grid(axes: Any, view: RecipeView) -> None:
         frozen = module.training == "frozen"
         look: dict[str, Any] = {"alpha": 0.35, "hatch": "///"} if frozen else {"alpha": 0.85}
         look |= {"facecolor": f"C{row}", "edgecolor": gap_colour(), "linewidth": 1.5 if labelled else 0.0}
-        for first, count in [(rank, 1) for rank in module.cells] if labelled else _runs(module.cells):
-            axes.add_patch(Rectangle((first - 0.5, row - 0.42), count, 0.84, **look))
+        for first, last in [(rank, rank) for rank in module.cells] if labelled else rank_runs(sorted(module.cells)):
+            axes.add_patch(Rectangle((first - 0.5, row - 0.42), last - first + 1, 0.84, **look))
         for rank, text in module.cells.items() if labelled else ():
             # where the ink of the rest is light, it suits the pale boxes of what is frozen
             axes.text(rank, row, text, ha="center", va="center", fontsize=8, color=None if frozen else "black")
@@ -58,14 +57,6 @@ def _draw_grid(axes: Any, view: RecipeView) -> None:
     axes.xaxis.tick_top()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _runs(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """First rank and length of each run of consecutive ones."""
-    ordered = sorted(ranks)
-    starts = [i for i, rank in enumerate(ordered) if not i or rank != ordered[i - 1] + 1]
-    for start, stop in itertools.pairwise([*starts, len(ordered)]):
-        yield ordered[start], stop - start
 
 
 def _draw_memory(axes: Any, view: RecipeView) -> None:

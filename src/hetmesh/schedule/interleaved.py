@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -130,9 +131,5 @@ def _round_sizes(p: int, microbatches: int) -> list[int]:
 
 def _peak(sequence: tuple[Action, ...], stage: Stage) -> int:
     """The most microbatches of `stage` between forward and backward in a rank's sequence."""
-    held = most = 0
-    for action in sequence:
-        if action.target == stage:
-            held += 1 if action.kind is Kind.FORWARD else -1
-            most = max(most, held)
-    return most
+    changes = (1 if action.kind is Kind.FORWARD else -1 for action in sequence if action.target == stage)
+    return max(itertools.accumulate(changes), default=0)

@@ -228,11 +228,7 @@ class StepModel:
         """Reading and writing parameters, gradients and state once, on each rank."""
         bandwidth = self.machine.memory_bandwidth
         per_byte = _UPDATED_ELEMENTS.get(self.optimizer, 8) / bandwidth if bandwidth else 0.0
-        seconds: dict[int, float] = {}
-        for held in self.memory.values():
-            for rank, memory in held.items():
-                seconds[rank] = seconds.get(rank, 0.0) + memory.gradients * per_byte
-        return seconds
+        return {rank: held.gradients * per_byte for rank, held in self.held.items()}
 
     @cached_property
     def held(self) -> dict[int, StaticMemory]:
