@@ -46,7 +46,7 @@ def test_encoder_kernels_in_collectives_of_the_llm_are_simulated_on_request_and_
     assert 0.9 < share <= 1  # its collectives are short
     assert main(["simulate", gaps, "--machine", "h100"]) == 0
     said = capsys.readouterr().out
-    assert f" ms in collectives, {share:.0%} of them, on the mean rank" in said
+    assert f" ms in collectives, {share:.0%} of the time in these, on the mean rank" in said
     assert re.search(r"^ *in collectives \|.*[0-9A-J]", said, re.MULTILINE)
     assert main(["explain", gaps]) == 0
     assert "predicted for encoders: " in capsys.readouterr().out

@@ -82,6 +82,7 @@ CASES = {
     ),
     "experts": [packed(each) for each in both(*TWO, llm(), experts=True)],
     "LLM FSDP": both(*FOUR, llm("0-3", fsdp=2)),
+    "LLM CP": both(*FOUR, llm("0-3", context_parallel_degree=2)),
     "an encoder pipeline": both(table("vision", "0-3", pp=2), table("projector", "0-3"), llm("0-3", pp=2)),
     "a projector on the first stage": both(table("vision", "0-3"), table("projector", "0-1"), llm("0-3", pp=2)),
     **{f"PP, {inner}": both(*FOUR, llm("0-3", pp=2), inner=inner) for inner in INNER},

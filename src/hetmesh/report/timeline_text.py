@@ -42,7 +42,7 @@ def headline(timeline: Timeline) -> str:
 def hidden_text(timeline: Timeline) -> str:
     """How much of the collectives inside layers is used."""
     hidden = 1e3 * sum(timeline.hidden) / max(len(timeline.hidden), 1)
-    return f"{hidden:,.4g} ms in collectives, {timeline.hidden_share:.0%} of them, on the mean rank"
+    return f"{hidden:,.4g} ms in collectives, {timeline.hidden_share:.0%} of the time in these, on the mean rank"
 
 
 def track_label(timeline: Timeline, track: int, separator: str = "  ") -> str:
