@@ -178,8 +178,8 @@ class StepMetrics:
                 f"ranks {load['ranks_max_over_mean']:.2f} {load['without_tokens']:.0f} without tokens"
             )
         if self.measured is not None and (lending := self.measured.lending):
-            share = lending["lent_s"] / lending["gap_s"]
-            yield f"{share:.0%} of {1000 * lending['gap_s']:.0f} ms in collectives lent to encoders"
+            gap_s, lent_s = lending["gap_s"], lending["lent_s"]
+            yield f"{lent_s / gap_s:.0%} of {1000 * gap_s:.0f} ms in collectives lent to encoders"
         if self.media_dropped or self.tokens_dropped:
             yield f"cut by seq_len: {self.tokens_dropped} tokens and {self.media_dropped} media items"
         if self.samples_by_source:

@@ -229,7 +229,7 @@ class Run:
         self.incoming = [[0.0] * tracks for _ in columns.sources]  # per edge
         self.collectives, self.hidden = [0.0] * tracks, [0.0] * tracks
         self.work: tuple[list[float], ...] = ([], [], [], [], [], [], [])
-        self.side: tuple[list[float], ...] = ([], [], [], [], [], [], [])
+        self.side: list[tuple[float, ...]] = []  # rows of such columns
         self.transfers: tuple[list[float], ...] = ([], [], [], [], [], [], [])
         self.end = 0.0
 
@@ -329,12 +329,8 @@ class Run:
             self.reduced[track] = start + seconds
             self._span(track, REDUCE, stage, -1, start, start + seconds)
 
-    def _span(
-        self, track: int, kind: int, target: int, m: int, start: float, stop: float, *, side: bool = False
-    ) -> None:
-        for column, value in zip(
-            self.side if side else self.work, (track, kind, target, m, start, stop, m), strict=True
-        ):
+    def _span(self, track: int, kind: int, target: int, m: int, start: float, stop: float) -> None:
+        for column, value in zip(self.work, (track, kind, target, m, start, stop, m), strict=True):
             column.append(value)
 
     def _transfer(self, track: int, edge: int, m: int, to: int, start: float, stop: float) -> None:
