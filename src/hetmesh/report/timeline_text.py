@@ -122,8 +122,7 @@ def summary_json(timeline: Timeline) -> dict[str, Any]:
         for ranks, stages, peak, idle in tracks
     ]
     figures = {"makespan": timeline.makespan, "idle_fraction": average.fraction, "hidden": list(timeline.hidden)}
-    figures["hidden_share"] = timeline.hidden_share
-    return {**figures, "average": seconds(average), "rows": rows}
+    return {**figures, "hidden_share": timeline.hidden_share, "average": seconds(average), "rows": rows}
 
 
 KIND_WORDS: Mapping[str, str] = {
