@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, cast
@@ -321,19 +321,11 @@ without_modes = _disable_current_modes
 """`with without_modes():` no dispatch mode sees the operations of the body."""
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where DCP's index says that a value is: the bytes of a file beside it."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+def storage_prefix(text: str) -> Any:
+    """By which a plan tells DCP's FileSystemWriter what names of files begin with."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-    return _StorageInfo(file, offset, length)
-
-
-def without_zip_checksums() -> AbstractContextManager[None]:
-    """While it lasts, `torch.save` makes no checksums of its own: they are slow, and torch.load never compares them. On
-    all threads; what another one saves meanwhile is read all the same."""
-    from torch.utils.serialization import config
-
-    return cast(AbstractContextManager[None], config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
+    return _StoragePrefix(text)
 
 
 def default_store() -> dist.Store:

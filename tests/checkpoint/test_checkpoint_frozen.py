@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from hetmesh.checkpoint import writing
 from hetmesh.checkpoint.checkpointer import Checkpointer
 from hetmesh.checkpoint.reading import Index
-from hetmesh.checkpoint.save_plan import SavedEntry
 from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.parallel.gradient_sums import local_part
@@ -45,7 +43,7 @@ def no_links(source, target):
 
 def files(folder):
     """Inode of each file of frozen parameters, by step."""
-    return {int(path.parent.name[5:]): path.stat().st_ino for path in folder.glob("step-*/__0_1.distcp")}
+    return {int(path.parent.name[5:]): path.stat().st_ino for path in folder.glob("step-*/__0_frozen_0.distcp")}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -106,7 +104,7 @@ def test_damage_of_what_checkpoints_share_is_told_of_all(world, tmp_path):
         if step == 2:
             add_in_place(root.llm.unused.weight)
         checkpointer.save(step, root, optimizers, {})
-    file = tmp_path / "step-3" / "__0_1.distcp"
+    file = tmp_path / "step-3" / "__0_frozen_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)  # in place, as disks do it
@@ -119,7 +117,7 @@ def test_damage_of_what_checkpoints_share_is_told_of_all(world, tmp_path):
 
 
 def printed(*tensors):
-    return writing.fingerprint_of([SavedEntry(MetadataIndex("a"), tensor) for tensor in tensors])
+    return writing.fingerprint_of(tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool])

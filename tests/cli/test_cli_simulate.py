@@ -1,11 +1,16 @@
 """`hetmesh simulate` of a layout far larger than any machine here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hetmesh.cli import main
+from hetmesh.data.payloads import SplitSources, Unreadable
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.resolve.predictions import notes_on_videos
+from hetmesh.resolve.resolved import resolve
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = str(RECIPES / "mllm_22b_175b.toml")
@@ -43,3 +48,33 @@ def test_json_says_what_is_assumed_of_experts(capsys):
     assert main(["simulate", str(Path(RECIPE).with_name("digits_moe.toml")), "--machine", "h100", "--json"]) == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert note.startswith("experts of llm: their routing")
+
+
+def test_whether_videos_are_prepared_behind_the_step_is_said(monkeypatch):
+    load, seconds, asked = SplitSources.load, [9.0, *[0.01] * 4], []
+
+    def timed(self, wanted):
+        asked.append(wanted.kinds)
+        frames = len((sample := load(self, wanted)).media["video"][0])
+        return replace(sample, load_s=frames * seconds[len(asked) - 1])
+
+    monkeypatch.setattr(SplitSources, "load", timed)
+    resolved = resolve(load_recipe(RECIPES / "digits_video.toml", ("--data.num_workers", "2")))
+    plan = resolved.plan(resolved.loader().batch(0).metas)
+    lanes = zip(*plan.lanes["vision"], strict=True)
+    rows = [sum(plan.samples[i].rows["vision"] for part in lane for i in part) for lane in lanes]
+    most = 0.01 * max(rows)  # rows are frames
+    said = f"takes, as tried here, {most:.3g} s for lane {rows.index(max(rows))} of vision, which has most: data.num_w"
+    for step, ends in (
+        (0.51 * most, "= 2 hides that"),
+        (0.3 * most, "= 2 does not hide that behind the step, 4 would"),
+    ):
+        asked.clear()
+        (note,) = notes_on_videos(resolved, step)
+        assert said in note
+        assert ends in note
+    assert asked == [("video",)] * 5
+    monkeypatch.setattr(SplitSources, "load", lambda *_: Unreadable("sample 'x': it has no frames"))
+    (note,) = notes_on_videos(resolved, 1)
+    assert note == "how long the videos of a step take is not known: sample 'x': it has no frames"
+    assert notes_on_videos(resolve(load_recipe(RECIPES / "digits.toml")), 1) == []

@@ -303,6 +303,21 @@ def test_each_bad_line_names_the_sample(root, record, message):
         source(root, record).meta(0)
 
 
+@pytest.mark.parametrize("answer", ["", " \n", [], [text(" ")]])
+def test_an_answer_of_nothing_is_no_target(root, answer):
+    """It once trained the token that ends a turn alone."""
+    two = talk("what", "a cat", "what", answer, id="x")
+    data = source(root, talk("what", answer, id="x"), two)
+    for index, turn in enumerate((1, 3)):
+        for ask in (data.check_files, data.meta, data.load):
+            with pytest.raises(SampleError, match=f"sample 'x': turn {turn}, the assistant's, is empty: the model"):
+                ask(index)
+    for key in ({"weight": 0}, {"train": False}):
+        two["messages"][3] |= key
+        assert said(source(root, two))[1] == ["a cat </s>"]
+        two["messages"][3] = {"role": "assistant", "content": answer}
+
+
 def test_each_bad_option_names_its_key(root, tmp_path):
     for options, message in (
         ({"placeholders": {"image": "<picture>"}}, r"placeholders: '<picture>' \(for 'image'\) is not one token"),

@@ -169,6 +169,38 @@ def test_frames_that_are_not_there_are_missed(videos):
         assert video_header(io.BytesIO(avi[:at] + struct.pack("<I", 10**9) + avi[at + 4 :])) == video_header(file)
 
 
+def test_files_that_end_before_their_header_says_are_not_read_as_shorter_ones(videos, tmp_path):
+    """FFmpeg takes the end of a Matroska or MP3 file as it comes."""
+    draw = np.random.default_rng(0)
+    noise, cover = draw.normal(0, 0.2, (1, 80_000)), b"ID3\x04\0\0\0\0\x40\0" + bytes(64 * 128)
+    for variable in (False, True):
+        mp3 = write_sound("mp3", "libmp3lame", noise, 16000, variable=variable)
+        for data in (mp3, cover + mp3[mp3.index(b"\xff") :]):
+            for ask in (recording_header, read_recording):
+                ask(io.BytesIO(data), 16000)
+                with pytest.raises(ValueError, match=r"its header says 5\.\d s, it ends after [1-3]\.\d s"):
+                    ask(io.BytesIO(data[: len(data) * 3 // 5]), 16000)
+    talk = write_video(tmp_path / "talk.mkv", sound=True).read_bytes()
+    for data in (videos["h264.mkv"].read_bytes(), videos["vp9.webm"].read_bytes(), talk):
+        for ask in (video_header, lambda file: read_frames(file, [0])):
+            ask(io.BytesIO(data))
+            with pytest.raises(ValueError, match=r"its header says 4\.\d s, it ends after [0-3]\.\d s"):
+                ask(io.BytesIO(data[: len(data) // 2]))
+    assert recording_header(io.BytesIO(talk), 16000) == 1024  # its sound ends before its pictures
+
+
+def test_files_that_do_not_say_how_long_they_are_may_end_anywhere(tmp_path):
+    """What FFmpeg says of their length is a guess: of MP3 from the bit rate, of a stream by its last frames."""
+    quiet = np.concatenate([np.zeros((1, 40_000)), np.random.default_rng(0).normal(0, 0.3, (1, 40_000))], 1)
+    for sound in (quiet, quiet[:, ::-1]):
+        data = write_sound("mp3", "libmp3lame", sound, 16000, variable=True, options={"write_xing": "0"})
+        for part in (data, data[: len(data) // 2]):
+            assert recording_header(io.BytesIO(part), 16000) == len(read_recording(io.BytesIO(part), 16000)) > 10_000
+    live = write_video(tmp_path / "live.mkv", live=True).read_bytes()
+    assert video_header(io.BytesIO(live)).frames == 40
+    assert 0 < video_header(io.BytesIO(live[: len(live) // 2])).frames < 40
+
+
 def test_damaged_frames_are_not_read(videos):
     data = bytearray(videos["h264.mp4"].read_bytes())
     with av.open(io.BytesIO(bytes(data))) as file:

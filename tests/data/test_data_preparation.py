@@ -302,6 +302,8 @@ def test_options_reach_the_processor_and_unknown_ones_are_refused(processors, me
     keys = {"pixel_values", "image_grid_thw"}
     meta, _ = assert_equal(source, 0, by_transformers(directory, turns, size=size), ANSWERS, keys)
     assert meta.media[0].rows < source_of(directory, media, turns).meta(0).media[0].rows
+    older = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    assert source_of(directory, media, turns, processor_options=older).meta(0) == meta
     with pytest.raises(RecipeError, match=r"Qwen2_5_VLProcessor takes no tiles; it takes .*size"):
         source_of(directory, media, turns, processor_options={"tiles": 4})
     for wrong in ({"merge_size": 1}, {"patch_size": 7}):
@@ -379,6 +381,17 @@ def test_frames_are_sampled_where_options_say_so(processors, tmp_path):
     for ask in (few.meta, few.load):
         with pytest.raises(SampleError, match=r"clip.mp4: InternVLVideoProcessor cannot sample its 3 frames"):
             ask(0)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_how_frames_are_sampled_is_said_once_and_where_the_option_is_ours_or_theirs(processors, tmp_path, nested):
+    """Both were once refused video by video, and those of `videos_kwargs` not heeded."""
+    turns, directory = watched(write_video(tmp_path / "clip.mp4").name), processors("qwen2_5_vl")
+    with_ = lambda **given: {"processor_options": {"videos_kwargs": given} if nested else given}  # noqa: E731
+    few = source_of(directory, tmp_path, turns, **with_(num_frames=4))
+    assert source_of(directory, tmp_path, turns).meta(0).media[0].rows == 10 * few.meta(0).media[0].rows
+    with pytest.raises(RecipeError, match=r"processor_options fps, num_frames: .*mutually exclusive.*; leave one out"):
+        source_of(directory, tmp_path, turns, **with_(fps=1, num_frames=4))
 
 
 def test_a_processor_that_makes_nothing_of_its_first_kind_is_refused(processors, media, tmp_path, monkeypatch):

@@ -325,7 +325,10 @@ def test_a_caption_of_nothing_that_is_read_is_refused(root, tmp_path):  # noqa: 
     source = make(root, write_tar(tmp_path / "x.tar", [{"x.jfif": PICTURES[0], "x.txt": b"a dog"}, {"y.txt": b"a"}]))
     with pytest.raises(SampleError, match=r"sample 'x' of .*: it has only 'x\.jfif' beside its text; media may"):
         source.meta(0)
-    assert source.meta(1).num_items("image") == 0  # a text alone
+    for prompt in ("", "what is this"):
+        alone = make(root, tmp_path / "x.tar", prompt=prompt)
+        with pytest.raises(SampleError, match=r"sample 'y' of .*: its caption 'text' is of nothing: it has no media"):
+            alone.check_files(1)
 
 
 def test_members_that_nobody_reads_are_said_of_each_sample(root, tmp_path):  # noqa: F811

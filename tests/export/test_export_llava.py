@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hetmesh.checkpoint.saved_run import saved_run
 from hetmesh.cli import main
 from hetmesh.data.answers import Continued
 from hetmesh.export.export import export
+from hetmesh.export.llava import llava_config, write_processor
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.recipe.sections import Mixed
 from hetmesh.training.one_process import OneProcess
 from hetmesh.verify.self_check import relative
 from support.llava_parts import filled, save_llava_parts
@@ -188,6 +191,27 @@ def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys, modul
         theirs = torch.cat([theirs[first - 1 : last - 1] for first, last in (*earlier, (start, stop + 1))])
         answer = samples[index].tokens[start:stop].tolist()
         assert relative(model.logits(Continued(source, [drawn[index].index], [answer])), theirs) < 1e-5
+
+
+def test_of_a_mixture_the_processor_is_that_of_the_first_part_that_names_one(tmp_path):
+    from transformers import AutoProcessor, CLIPVisionConfig, LlamaConfig
+
+    root = save_llava_parts(tmp_path / "files")
+    tokenizer, images = (str(root / name) for name in ("vicuna-7b-v1.5", "clip-vit-large-patch14-336"))
+    parts = [
+        {"kinds": {}},
+        {"tokenizer": tokenizer},
+        {"tokenizer": tokenizer, "image_processor": images, "chat_template": "one"},
+        {"tokenizer": tokenizer, "image_processor": images, "chat_template": "two"},
+    ]
+    given = recipe("CLIP, Llama", tmp_path / "run")
+    mixture = tuple(Mixed(source="conversations", name=str(i), options=part) for i, part in enumerate(parts))
+    given = given.model_copy(update={"data": given.data.model_copy(update={"mixture": mixture})})
+    tower = SimpleNamespace(rows_per_item=4, class_token=False)
+    config = llava_config(0, tower, CLIPVisionConfig(patch_size=14), LlamaConfig())
+    lines = list(write_processor(given, config, tmp_path / "out"))
+    assert lines == ["with a LlavaProcessor of the run's tokenizer and image processor"]
+    assert AutoProcessor.from_pretrained(tmp_path / "out").chat_template.endswith("one")
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_what_it_will_leave_out_is_said(root, capsys, monkeypatch):
     assert "# 1 of 6 samples looked at add nothing to the loss; or stop\n" in printed.out
     assert main(["init", "qwen3_vl", "--data", "one_bad.json", "--ranks", "1", *options[:2]]) == 2
     assert "'nobody', must be one of" in (said := capsys.readouterr().err)
-    assert said.endswith("; --data.on_bad_sample skip leaves out, and counts, what cannot be read\n")
+    assert said.endswith('; data.on_bad_sample = "skip" leaves out, and counts, what cannot be read\n')
     for talk in talks:
         talk["conversations"][0]["from"] = "nobody"
     (root / "all_bad.json").write_text(json.dumps(talks))

@@ -31,6 +31,7 @@ def write_video(
     sound: bool = False,
     size: tuple[int, int] = (48, 64),
     movflags: str = "faststart",
+    live: bool = False,
 ) -> Path:
     """A video of `pictures`, in the format of the file's name.
 
@@ -41,8 +42,9 @@ def write_video(
         sound: whether it has a second of silence too.
         size: height and width.
         movflags: of an mp4 file.
+        live: whether an mkv file is as a stream's, which says no duration.
     """
-    head = {"movflags": movflags} if path.suffix == ".mp4" else {}
+    head = {"movflags": movflags} if path.suffix == ".mp4" else {"live": "1"} if live else {}
     with av.open(str(path), "w", options={**head, **({"avoid_negative_ts": "disabled"} if hidden else {})}) as file:
         stream: Any = file.add_stream(codec, rate=RATE, options=dict(options or {}))
         (stream.height, stream.width), stream.pix_fmt = size, "yuv420p"
@@ -69,11 +71,21 @@ def _mux(file: Any, packets: Any, hidden: int) -> None:
         file.mux(packet)
 
 
-def write_sound(form: str, codec: str, sound: np.ndarray, rate: int, layout: str = "mono") -> bytes:
-    """A recording of `sound`, float32 `[channels, samples]` in -1..1."""
+def write_sound(
+    form: str,
+    codec: str,
+    sound: np.ndarray,
+    rate: int,
+    layout: str = "mono",
+    variable: bool = False,
+    options: Mapping[str, str] | None = None,
+) -> bytes:
+    """A recording of `sound`, float32 `[channels, samples]` in -1..1; of a `variable` rate of bits; `options` of the
+    format."""
     out = io.BytesIO()
-    with av.open(out, "w", format=form) as file:
-        stream: Any = file.add_stream(codec, rate=rate, layout=layout)
+    with av.open(out, "w", format=form, options=dict(options or {})) as file:
+        quality = {"flags": "+qscale", "global_quality": "0"} if variable else {}
+        stream: Any = file.add_stream(codec, rate=rate, layout=layout, options=quality)
         packed = np.ascontiguousarray(sound.T, np.float32).reshape(1, -1)
         frame = av.AudioFrame.from_ndarray(packed, "flt", layout)
         frame.sample_rate, frame.pts = rate, 0

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from PIL import Image
 
-from hetmesh.checkpoint.reading import Planner, unpacked
+from hetmesh.checkpoint.reading import Planner
 from hetmesh.cost import Profile, load_machine
 from hetmesh.data import chat_template
 from hetmesh.data.digits import read_digit
@@ -37,7 +38,7 @@ from hetmesh.files import from_json, place_in, read_file
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.records.checksums import METADATA, Reader, read_metadata
+from hetmesh.records.checksums import METADATA, Checksum, Reader, read_metadata
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,24 +212,38 @@ def test_nothing_foreign_is_unpickled():
     assert found == {f"{process}: {line}"}  # our own recipe, by a pipe
 
 
-def test_an_index_takes_no_memory_for_a_number_in_it(tmp_path):
-    """The unpickler in C makes room for as many objects as the highest number that one of them is given."""
-    (tmp_path / METADATA).write_bytes(b"\x80\x04Nr" + (2**32 - 1).to_bytes(4, "little") + b".")
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        (b"Nr" + (2**32 - 1).to_bytes(4, "little"), "no index"),
+        (pickle.BYTEARRAY8 + (2**62).to_bytes(8, "little"), "KeyError"),
+    ],
+    ids=["memo", "array"],
+)
+def test_an_index_takes_no_memory_for_a_number_in_it(tmp_path, claim, says):
+    """The unpickler in C makes room for as many objects as the highest number that one of them is given, that in Python
+    for as many bytes as an array claims to have."""
+    (tmp_path / METADATA).write_bytes(b"\x80\x05" + claim + b".")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="no index"):
+    with pytest.raises(CheckpointError, match=says):
         read_metadata(tmp_path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18  # KiB
+
+
+def compared(content):
+    """What DCP's reader gets of bytes whose checksum is right."""
+    return Checksum(xxhash.xxh3_64_hexdigest(content.getvalue())).transform_from(io.BytesIO(content.getvalue()))
 
 
 def test_values_that_are_packed_are_refused():
     stored, packed = io.BytesIO(), io.BytesIO()
     torch.save({"a": 1}, stored)
-    assert unpacked(io.BytesIO(stored.getvalue())) == {"a": 1}
+    assert compared(stored).read() == stored.getvalue()
     with zipfile.ZipFile(stored) as old, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as new:
         for each in old.infolist():
             new.writestr(each.filename, old.read(each))
     with pytest.raises(pickle.UnpicklingError, match="packed"):
-        unpacked(packed)
+        compared(packed)
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def _measure(rank: int, recipe: Recipe, rounds: int, steps: int) -> dict[str, An
         plain.remove()
     trainer.reporter.close()
     trainer.upcoming.close()
+    dist.barrier()  # others remove files of theirs there
     if rank == 0:
         shutil.rmtree(trainer.folder, ignore_errors=True)
     return {"seconds": seconds, "bytes": sum(t.nbytes for t in saving.held().values())}
@@ -178,8 +179,9 @@ class Saving:
     def held(self) -> dict[str, Tensor]:
         """The tensors that this rank writes."""
         saver = self.savers["sync"]
-        entries = saver.plans.share(saver._state(*self._state()[1:]))
-        return {f"{e.index}": e.value for e in entries if isinstance(e.value, Tensor)}
+        items, planner = saver.plans.share(saver._state(*self._state()[1:]))
+        values = {f"{item.index}": planner.lookup_object(item.index) for item in items}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def loaded(self) -> Path:
         """This rank's part of what `load` reads."""

@@ -291,7 +291,8 @@ def in_pickle(rng: random.Random, data: bytes, place: Place) -> Change:
     try:
         found = pickle.loads(data)  # of our own making
         tensors = [each for each in found.state_dict_metadata.values() if hasattr(each, "size")]
-        tensor, part = rng.choice(tensors), rng.choice(list(found.storage_data.values()))
+        parts = [each for each in found.storage_data.values() if hasattr(each, "length")]
+        tensor, part = rng.choice(tensors), rng.choice(parts)
     except Exception:  # broken by the edit before
         return in_bytes(rng, data, place)
     if how == "size":

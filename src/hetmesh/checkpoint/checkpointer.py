@@ -13,15 +13,16 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects, reduce_over_ranks
 from hetmesh.checkpoint.fit import MODEL, OPTIMIZER_STATE, check_fit, module_of, optional
 from hetmesh.checkpoint.reading import read_index, read_into
 from hetmesh.checkpoint.resume import RunState, read_run
-from hetmesh.checkpoint.save_plan import SavePlans, Staging, as_bytes
+from hetmesh.checkpoint.save_plan import SavePlans
 from hetmesh.checkpoint.saving import PendingSave, SavePlace
-from hetmesh.checkpoint.writing import FrozenFile, WrittenPart, fingerprint_of, frozen_names, write_file
+from hetmesh.checkpoint.writing import FrozenFile, fingerprint_of, write_file
 from hetmesh.errors import CheckpointError, HetmeshError
 from hetmesh.parallel.apply import Root
 from hetmesh.records import checkpoint_folders as folders
@@ -72,7 +73,7 @@ class Checkpointer:
         self.world, self.folder, self.keep_latest, self.timeout = world, folder, keep_latest, timeout
         self.asynchronous, self.frozen_once = asynchronous, frozen_once
         self.plans = SavePlans(world)
-        self._staging, self._frozen = Staging(world.accelerator), FrozenFile()
+        self._frozen = FrozenFile()
         self._pending: PendingSave | None = None
         self._last: PendingSave | None = None  # that was waited for; it may still remove older ones
         self._step, self._began, self._held_s = 0, 0.0, 0.0  # of the pending save
@@ -115,7 +116,7 @@ class Checkpointer:
         with _nothing_made_up(optimizers[0].optimizers if optimizers is not None else ()):
             state = _without(elsewhere, self._state(root, optimizers, extra))
         with self.patience(), self.world.waiting(f"saving {path}"):
-            entries = self.plans.share(state)
+            items, planner = self.plans.share(state)
             try:
                 fails = f"checkpoint {path} cannot be written"
                 partial = self._on_first(fails, lambda: folders.make_partial(path))
@@ -123,25 +124,26 @@ class Checkpointer:
                 self._abandon(None, str(error))
         rank, size, metadata = self.world.rank, self.world.size, self.plans.metadata
         place = SavePlace(path, partial, rank, size, metadata, self.keep_latest, self.timeout)
-        names = {f"{MODEL}{name}" for name in frozen_names(root)} if self.frozen_once else set()
-        changing = [entry for entry in entries if entry.index.fqn not in names]
-        frozen = [entry for entry in entries if entry.index.fqn in names]
-        fingerprint = fingerprint_of(frozen)
+        parameters = root.named_parameters(remove_duplicate=False) if self.frozen_once else ()
+        names = {f"{MODEL}{name}" for name, parameter in parameters if not parameter.requires_grad}
+        changing = [item for item in items if item.index.fqn not in names]
+        frozen = [item for item in items if item.index.fqn in names]
+        fingerprint = fingerprint_of(planner.lookup_object(item.index) for item in frozen)
         # Now, since later these values may be gone: frozen experts move to other ranks.
-        linked = self._frozen.link(partial, path, f"__{rank}_1.distcp", fingerprint)
-        frozen = [] if linked else frozen
-        if self.asynchronous:
-            if frozen:  # once, and where there are no links
-                frozen = Staging(self.world.accelerator).copy(frozen)[0]
-            copies, ready = self._staging.copy(changing)
-        else:
-            self.world.accelerator.synchronize()  # another thread reads what is computed here
-            copies, ready = as_bytes(changing), self.world.accelerator.event()
-            ready.record()
+        linked = self._frozen.link(partial, path, fingerprint)
+        frozen = [] if linked else frozen  # written once, and where there are no links
+        accelerator = self.world.accelerator
+        if not self.asynchronous:
+            accelerator.synchronize()  # another thread reads what is computed here
+        planner.hold([*changing, *frozen], accelerator.empty_pinned if self.asynchronous else None)
+        ready = accelerator.event()
+        ready.record()
 
-        def write() -> list[WrittenPart]:
-            written = write_file(partial / f"__{rank}_0.distcp", copies) if copies else []
-            return [*written, *linked, *self._frozen.write(partial, path, f"__{rank}_1.distcp", frozen, fingerprint)]
+        def write() -> list[WriteResult]:
+            written = write_file(partial, f"__{rank}_", changing, planner)
+            once = write_file(partial, f"__{rank}_frozen_", frozen, planner)
+            self._frozen.keep(path, fingerprint, once)
+            return [*written, *once, *linked]
 
         self._pending = PendingSave(place, write, ready)
         self._step, self._began, self._held_s = step, began, time.perf_counter() - began

@@ -1,11 +1,11 @@
 """What each rank writes of a checkpoint: the plan, which all ranks make again only when names or shapes change, and
-copies in host memory that stays from save to save, so that training can go on."""
+copies in host memory, so that training can go on."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,23 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from hetmesh.boundary import World
-from hetmesh.boundary.accelerator import Accelerator, Event
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.errors import CheckpointError
 from hetmesh.layout.placements import sharded_dim
 from hetmesh.models.weights.fill_module import local_share
-
-
-@dataclass(frozen=True, eq=False)
-class SavedEntry:
-    """A value that this rank writes: a tensor (this rank's shard of one), or anything that `torch.save` takes."""
-
-    index: MetadataIndex
-    value: Any
 
 
 class SavePlans:
@@ -43,22 +34,22 @@ class SavePlans:
     def __init__(self, world: World) -> None:
         self._world = world
         self._saved: dict[str, Any] | None = None
-        self._mine: list[MetadataIndex] = []
+        self._mine: list[WriteItem] = []
         self.metadata: Metadata | None = None
         self.made = 0
 
-    def share(self, state: dict[str, Any]) -> list[SavedEntry]:
-        """What this rank writes of `state`, whose equal entries on several ranks are written by one. Collective. Raises
-        CheckpointError: what the ranks have does not fit together; on every rank."""
+    def share(self, state: dict[str, Any]) -> tuple[list[WriteItem], SavePlanner]:
+        """What this rank writes of `state`, whose equal entries on several ranks are written by one, and who has the
+        values. Collective. Raises CheckpointError: what the ranks have does not fit together; on every rank."""
         planner = SavePlanner()
         planner.set_up_planner(state, is_coordinator=self._world.rank == 0)
         saved = {name: _kind(value) for name, value in planner.state_dict.items()}
         if reduce_over_ranks([float(saved != self._saved)], self._world)[0]:
             self._mine = self._make(planner)
             self._saved = saved
-        return [SavedEntry(index, planner.lookup_object(index)) for index in self._mine]
+        return self._mine, planner
 
-    def _make(self, planner: DefaultSavePlanner) -> list[MetadataIndex]:
+    def _make(self, planner: DefaultSavePlanner) -> list[WriteItem]:
         size, group = self._world.size, self._world.group(range(self._world.size))
         plans: list[Any] | None = [None] * size if self._world.rank == 0 else None
         shares: list[Any] | None = None
@@ -69,19 +60,38 @@ class SavePlans:
             if plans is not None:
                 try:
                     chosen, self.metadata = planner.create_global_plan(plans)
-                    shares = [[item.index for item in plan.items] for plan in chosen]
+                    shares = [plan.items for plan in chosen]
                 except ValueError as error:
                     shares = [str(error)] * size
             dist.scatter_object_list(mine, shares, src=0, group=group)
-        (indices,) = mine
-        if isinstance(indices, str):
-            raise CheckpointError(f"what the ranks hold is no checkpoint: {indices}")
+        (items,) = mine
+        if isinstance(items, str):
+            raise CheckpointError(f"what the ranks hold is no checkpoint: {items}")
         self.made += 1
-        return list(indices)
+        return list(items)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`)."""
+    """DCP's, with the parts that ranks hold as FSDP2 cuts them (`uneven_parts`), and values as they were when they were
+    held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[MetadataIndex, Tensor | io.BytesIO] = {}
+
+    @torch.no_grad()
+    def hold(self, items: Iterable[WriteItem], memory: Callable[[Tensor], Tensor] | None) -> None:
+        """Keep what `items` are now, as it may change once training goes on. `memory`: makes room in the host's memory
+        for a copy of a tensor, which a device may make later; None: tensors do not change."""
+        for item in items:
+            value = self.resolve_data(item)
+            if isinstance(value, Tensor) and memory is not None:
+                value = memory(value).copy_(value, non_blocking=True)
+            self._held[item.index] = value
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        held = self._held.get(write_item.index)
+        return super().resolve_data(write_item) if held is None else held
 
     def create_local_plan(self) -> SavePlan:
         plan, held = super().create_local_plan(), uneven_parts(self.state_dict)
@@ -121,54 +131,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value.shape, value.dtype, value.placements, value.device_mesh
     return (value.shape, value.dtype) if isinstance(value, Tensor) else None
-
-
-class Staging:
-    """Memory for one save at a time, as much as this rank writes; pinned where tensors come from a device."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._buffers: dict[MetadataIndex, Tensor] = {}
-
-    @torch.no_grad()
-    def copy(self, entries: Sequence[SavedEntry]) -> tuple[list[SavedEntry], Event]:
-        """Copies of `entries`, and the event after which those of a device's tensors are there; what the device does
-        from here on comes after them, and may change the originals. Copies of an earlier call are overwritten."""
-        tensors = {entry.index: entry.value.detach() for entry in entries if isinstance(entry.value, Tensor)}
-        self._buffers = {index: self._buffer(index, tensor) for index, tensor in tensors.items()}
-        if tensors:
-            torch._foreach_copy_(list(self._buffers.values()), list(tensors.values()), non_blocking=True)
-        event = self._accelerator.event()
-        event.record()
-        return as_bytes(SavedEntry(e.index, self._buffers.get(e.index, e.value)) for e in entries), event
-
-    def _buffer(self, index: MetadataIndex, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(index)
-        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-            return buffer
-        if tensor.device.type == "cpu":
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        return self._accelerator.empty_pinned(tensor.contiguous())
-
-
-def as_bytes(entries: Iterable[SavedEntry]) -> list[SavedEntry]:
-    """`entries` with the bytes of those that are no tensors, which may change once training goes on. Equal ones are
-    pickled once: options of optimizers are thousands, nearly all alike."""
-    known: dict[Any, bytes] = {}
-
-    def pickled(index: MetadataIndex, value: Any) -> bytes:
-        key = (type(value), repr(value)) if is_plain(value) else index
-        if key not in known:
-            stream = io.BytesIO()
-            torch.save(value, stream)
-            known[key] = stream.getvalue()
-        return known[key]
-
-    return [e if isinstance(e.value, Tensor) else SavedEntry(e.index, pickled(e.index, e.value)) for e in entries]
-
-
-def is_plain(value: Any) -> bool:
-    """Whether `value` cannot change, and its `repr` tells it from all others of its type."""
-    if type(value) is tuple:
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

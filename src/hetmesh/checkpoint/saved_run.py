@@ -26,7 +26,7 @@ from hetmesh.models.weights.load import check_weights, own_tensors, read_tensors
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
 from hetmesh.recipe.sections import freeze
-from hetmesh.records.checkpoint_folders import complete_steps, newest_step, step_of
+from hetmesh.records.checkpoint_folders import RESTORE, complete_steps, newest_step, step_of
 from hetmesh.records.dump_folder import CODE_FOLDER, RECIPE_FILE
 from hetmesh.resolve.directories import check_references, references
 from hetmesh.resolve.modules import empty_module
@@ -128,8 +128,10 @@ class SavedRun:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Read values of the checkpoint, in place."""
-        if damage := read_alone(self.path, state, self.index):
-            raise CheckpointError(f"{damage[0]}; restore it from a copy")
+        try:
+            read_alone(self.path, state, self.index)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {RESTORE}") from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hetmesh.boundary.accelerator import Event
-from hetmesh.checkpoint.writing import WrittenPart, report_name, take_report, write_index, write_report
+from hetmesh.checkpoint.writing import report_name, write_index, write_report
 from hetmesh.formatting import listed
 from hetmesh.records import checkpoint_folders as folders
 
@@ -56,7 +57,7 @@ class PendingSave:
         ready: the event after which what it writes has its values.
     """
 
-    def __init__(self, place: SavePlace, write: Callable[[], Sequence[WrittenPart]], ready: Event) -> None:
+    def __init__(self, place: SavePlace, write: Callable[[], list[WriteResult]], ready: Event) -> None:
         self.place = place
         self._deadline = time.monotonic() + place.timeout
         self._written, self._named, self._given_up = threading.Event(), threading.Event(), threading.Event()
@@ -109,7 +110,7 @@ class PendingSave:
             self.end(max(0.0, self._deadline - time.monotonic()))
         return error
 
-    def _run(self, write: Callable[[], Sequence[WrittenPart]], ready: Event) -> None:
+    def _run(self, write: Callable[[], list[WriteResult]], ready: Event) -> None:
         place = self.place
         try:
             ready.synchronize()
@@ -139,13 +140,12 @@ class PendingSave:
             if time.monotonic() > self._deadline:
                 ranks = listed([str(rank) for rank in sorted(missing)], 8)
                 raise TimeoutError(f"rank 0 waited {place.timeout:g} s for what ranks {ranks} write")
-        written = [w for rank in range(place.size) for w in take_report(place.partial, rank)]
-        write_index(place.partial, place.metadata, written)
+        sums = write_index(place.partial, place.metadata, place.size)
         with self._deciding:
             if self._given_up.is_set():
                 return []
             self._naming = True
-        folders.complete(place.partial, place.path, {w.part: w.checksum for w in written})
+        folders.complete(place.partial, place.path, sums)
         try:
             return folders.retire_old(place.path.parent, place.keep_latest)
         except OSError as error:

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, save_trace, summary_json
     from hetmesh.resolve.modules import notes_on_experts
-    from hetmesh.resolve.predictions import simulate_recipe
+    from hetmesh.resolve.predictions import notes_on_videos, simulate_recipe
     from hetmesh.resolve.resolved import resolve
 
     resolved = resolve(recipe)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         save_gantt({"predicted": timeline}, args.png, recipe.job.description)
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
-    notes = notes_on_experts(resolved.shapes)
+    notes = [*notes_on_experts(resolved.shapes), *notes_on_videos(resolved, timeline.makespan)]
     if args.json:
         print(to_json({**summary_json(timeline), "notes": notes}, indent=2))
         return 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
+from hetmesh.data.chat_template import THOUGHTS
 from hetmesh.data.media_files import pyav
 from hetmesh.data.media_reader import KEY, MediaReader, reading
 from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
@@ -26,7 +27,7 @@ from hetmesh.data.stores.columns import Columns
 from hetmesh.data.stores.open_store import check_exist, find_files, open_store
 from hetmesh.data.stores.store import Blob, FileSpan, Record, data_url
 from hetmesh.data.stores.tar_shards import extension
-from hetmesh.data.turns import DATA_URL, MARKS, check_unread, further_of, is_file_name, media_of, turns_of
+from hetmesh.data.turns import CALLS, DATA_URL, MARKS, check_unread, further_of, is_file_name, media_of, turns_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
@@ -71,7 +72,7 @@ class ConversationsSource:
             img2dataset have them), or tables (`*.parquet`, `*.arrow`, or a folder that Hugging Face datasets saved).
         processor: a Hugging Face directory whose own processor (`AutoProcessor`) prepares text and media; tokenizer,
             processors of single media and placeholders are then not named.
-        processor_options: what it takes besides (`max_pixels`, `num_frames`, ...).
+        processor_options: what it takes besides (`size`, `num_frames`, ...).
         tokenizer: a Hugging Face directory with a fast tokenizer.
         image_processor: a Hugging Face directory whose preprocessor_config.json (or processor_config.json) says how
             to prepare images.
@@ -330,6 +331,13 @@ class ConversationsSource:
         named: list[tuple[str, str | None]] = []
         messages = [(role, self._text(name, content, named)) for role, content in turns]
         self._chat.check_written(name, messages, further)
+        for i, (role, said) in enumerate(messages):
+            spoken = said.strip() or any(further.keys[i].get(key) for key in (*CALLS, *THOUGHTS))
+            if role == "assistant" and not spoken and i not in further.untrained:
+                raise SampleError(
+                    f"sample {name!r}: turn {i}, the assistant's, is empty: the model would learn to end at once; give "
+                    'the turn "train": false, or leave the sample out'
+                )
         media: list[tuple[str, Blob]] = []
         for at, (kind, value) in enumerate(named):
             before = sum(other == kind for other, _ in named[:at])

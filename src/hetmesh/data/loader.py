@@ -22,7 +22,7 @@ from hetmesh.data.expand import ExpandedArrays, Expander, expand_tokens
 from hetmesh.data.payloads import Payload, Payloads, SplitSources, Unreadable, Wanted
 from hetmesh.data.position import ELSEWHERE, ORDER, RESTORE, PositionIdentity
 from hetmesh.data.sample_order import EpochOrder, SampleOrder
-from hetmesh.data.source import Sample, Source, metas_of, wants
+from hetmesh.data.source import LEAVE_OUT, Sample, Source, metas_of, wants
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import MetaArrays, SampleMeta
 
@@ -95,7 +95,7 @@ class Loader:
         if self.prepare is not None:
             refusals = self.prepare.refusals(given)
         if refusals and not self.skip:
-            raise next(iter(refusals.values()))
+            raise SampleError(f"{next(iter(refusals.values()))}; {LEAVE_OUT}")
         if refusals:
             blanks = {i: SampleMeta(f"unreadable-{indices[i]}", 1) for i in refusals}
             given = MetaArrays.of([blanks.get(i) or given.meta(i) for i in range(len(given))])
@@ -110,7 +110,7 @@ class Loader:
         payloads = self.try_load(drawn, kinds)
         for payload in payloads:
             if isinstance(payload, Unreadable):
-                raise SampleError(payload.message)
+                raise SampleError(f"{payload.message}; {LEAVE_OUT}")
         return [payload for payload in payloads if not isinstance(payload, Unreadable)]
 
     def try_load(

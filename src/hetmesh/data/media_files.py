@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import bisect
 import io
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,6 +30,14 @@ FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,asf,gif,ogg,wav,w64,flac,mp3,aac,aif
 """FFmpeg's demuxers of files that hold their media themselves; a playlist would name others."""
 COUNTED = ("wav", "w64", "aiff", "flac")
 """Formats whose header says how many samples uncompressed or FLAC recordings have."""
+MATROSKA = re.compile(rb"\x1a\x45\xdf\xa3.*\x44\x89[\x84\x88]", re.DOTALL)
+"""How a file begins that says its duration. Those of streams do not."""
+MP3 = re.compile(rb"\xff[\xe2-\xff].{11,36}(?:Xing|Info)\0\0\0[\x01\x03\x05\x07\x09\x0b\x0d\x0f](.{4})", re.DOTALL)
+"""How the first frame of a file begins that counts its frames. The duration of others is guessed from the bit rate."""
+HEAD_BYTES = 4096
+"""Among which these are."""
+SLACK = 0.5
+"""Seconds by which a file may end before its header says: not all last frames say how long they are."""
 
 
 @dataclass(frozen=True)
@@ -262,13 +272,15 @@ def _opened(file: BinaryIO, kind: str) -> Iterator[tuple[Any, Any]]:
     ValueErrors."""
     av = pyav(f"[data] has a file of which the {kind} is wanted")
     length, _ = file.seek(0, io.SEEK_END), file.seek(0)
-    head, _ = file.read(8), file.seek(0)
-    said = int.from_bytes(head[4:], "little") + 8
+    head, _ = file.read(HEAD_BYTES), file.seek(0)
+    said = int.from_bytes(head[4:8], "little") + 8
     if head[:4] == b"RIFF" and length + 1 < said < 2**31:  # more: it was written to a pipe
         raise ValueError(f"its header says {said} bytes, it has {length}")
+    limits = {"max_pixels": str(MOST_PIXELS)}
+    opened = partial(av.open, file, "r", options=limits, container_options={"format_whitelist": FORMATS})
     try:
-        limits = {"max_pixels": str(MOST_PIXELS)}
-        with av.open(file, "r", options=limits, container_options={"format_whitelist": FORMATS}) as container:
+        _check_end(file, head, opened)
+        with opened() as container:
             streams = [s for s in container.streams if not s.disposition & s.disposition.attached_pic]  # a cover
             stream = next((s for s in streams if s.type == kind), None)
             if stream is None:
@@ -280,3 +292,24 @@ def _opened(file: BinaryIO, kind: str) -> Iterator[tuple[Any, Any]]:
             yield container, stream
     except av.FFmpegError as error:
         raise ValueError(f"its {kind} cannot be read: {error.strerror}") from error
+
+
+def _check_end(file: BinaryIO, head: bytes, opened: Callable[[], Any]) -> None:
+    """Raise ValueError for a Matroska or MP3 file that ends before its header says: FFmpeg reads it as a shorter one.
+    `opened`: opens it as a container."""
+    if head[:3] == b"ID3":
+        file.seek(10 + sum(seven_bits << 7 * i for i, seven_bits in enumerate(head[9:5:-1])))
+        head = file.read(HEAD_BYTES)
+        file.seek(0)
+    mp3, frames, end = MP3.match(head), 0, 0.0
+    if not mp3 and not MATROSKA.match(head):
+        return
+    with opened() as container:
+        for packet in container.demux():
+            if packet.pts is not None:
+                frames += 1
+                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+        said = int.from_bytes(mp3[1]) * end / max(frames, 1) if mp3 else (container.duration or 0) / 1e6
+    file.seek(0)
+    if end + SLACK < said:
+        raise ValueError(f"its header says {said:.1f} s, it ends after {end:.1f} s")

@@ -69,7 +69,7 @@ class Preparation:
 
     Args:
         folder: a Hugging Face directory with a processor, none of whose code is run.
-        options: of its processor (`max_pixels`, `num_frames`, ...), passed through.
+        options: of its processor (`size`, `num_frames`, ...), passed through.
         template: a chat template instead of the directory's own.
         key: prefix of the recipe keys in errors.
 

@@ -53,6 +53,9 @@ class Sample:
 COSTS = ("bytes_read", "bytes_needed", "load_s", "frames_decoded", "frames_needed")
 """What a sample has cost, which is added up."""
 
+LEAVE_OUT = 'data.on_bad_sample = "skip" leaves out, and counts, what cannot be read'
+"""How to go on where a sample ends the run."""
+
 
 def wants(kinds: Collection[str] | None, kind: str) -> bool:
     """Whether media of `kind` are among those asked for; None asks for all."""

@@ -7,58 +7,134 @@ import io
 import json
 import os
 import pickle
+import shutil
+import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import xxhash
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import ExtensionRegistry, FileSystemReader, StreamTransformExtension
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from hetmesh.errors import CheckpointError
 from hetmesh.files import from_json, read_file
 
 MANIFEST = "checksums.json"
 METADATA = ".metadata"  # DCP's index of names, shapes and places in files
-CHUNK = 1 << 20  # bytes read at once; what fits into a cache is summed up at twice the speed
 
 Sum = int | str
 """Of bytes: what `xxh3` gives, or, in checkpoints of older versions, their CRC-32 as a number."""
 
 
-class Reader(FileSystemReader):
-    """DCP's, of checkpoints that anybody may have written: its index may name nothing but what DCP writes there, and
-    only files of its own folder. (DCP itself unpickles it, which runs what it names.)"""
+class Checksum(StreamTransformExtension):
+    """Sums up the bytes of each value while DCP writes them, and compares them while it reads them, before anything is
+    made of them: DCP's hook for whatever is done with them on their way.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
+    Args:
+        expected, part: of the bytes that are read: their checksum, and what they are, in words.
+
+    Attributes:
+        hashes: of the values that were written, in their order.
+    """
+
+    def __init__(self, expected: Sum = "", part: str = "") -> None:
+        self.expected, self.part = expected, part
+        self.hashes: list[xxhash.xxh3_64] = []
+
+    @staticmethod
+    def registry_name() -> str:
+        return "hetmesh.checksum"
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/{json.dumps([self.expected, self.part])}"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Checksum:
+        return Checksum(*json.loads(version))
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        self.hashes.append(xxhash.xxh3_64())
+        return cast(IO[bytes], _Tee(output, self.hashes[-1]))
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        """Raises CheckpointError: it has changed; UnpicklingError, BadZipFile: torch.save did not write that."""
+        content = io.BytesIO()
+        shutil.copyfileobj(input, content)  # piece by piece: an index may claim more bytes than a file has
+        compute = zlib.crc32 if isinstance(self.expected, int) else xxhash.xxh3_64_hexdigest
+        if compute(content.getbuffer()) != self.expected:
+            raise CheckpointError(f"{self.part}, has changed")
+        with zipfile.ZipFile(content) as archive:
+            if packed := [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]:
+                raise pickle.UnpicklingError(f"{packed[0]} in it is packed, which torch.save never does")
+        content.seek(0)
+        return content
+
+
+@dataclass(frozen=True)
+class _Tee:
+    """Writes to `output` what it adds to `hash`."""
+
+    output: IO[bytes]
+    hash: xxhash.xxh3_64
+
+    def write(self, data: Any) -> int:
+        self.hash.update(data)
+        return self.output.write(data)
+
+    def flush(self) -> None:
+        """Only when all is written."""
+
+    def close(self) -> None:
+        self.output.close()
+
+
+class Reader(FileSystemReader):
+    """DCP's, of checkpoints that anybody may have written. What it reads is compared with `sums`, the checksums of all
+    parts; None: with nothing."""
+
+    def __init__(self, folder: Path, sums: Mapping[SavedPart, Sum] | None = None) -> None:
+        extensions = ExtensionRegistry()
+        extensions.register(Checksum)
+        super().__init__(str(folder), extensions)
+        self._sums = sums
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index. Raises OSError, UnpicklingError or ValueError, and whatever broken pickles lead to."""
-        found = _Unpickler(io.BytesIO(read_file(Path(self.path, METADATA)))).load()
-        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-            raise ValueError("it is no index of DCP's")
-        if not isinstance(found.state_dict_metadata, dict):
-            raise ValueError("it lists no tensors")
-        for name, entry in found.state_dict_metadata.items():
-            if not isinstance(getattr(entry, "size", torch.Size()), torch.Size):
-                raise ValueError(f"{name} has no size")
-        kinds = {type(entry) for entry in found.state_dict_metadata.values()}
-        if not kinds <= {TensorStorageMetadata, BytesStorageMetadata}:
-            raise ValueError(f"it describes tensors as {kinds}")
-        for index, info in found.storage_data.items():
-            if not is_plain_name(info.relative_path):
-                raise ValueError(f"{index.fqn} is in {info.relative_path!r}, which is no name of a file beside it")
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        return _load_index(Path(self.path, METADATA))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if self._sums is not None:
+            checks = {(part.file, part.offset): Checksum(each, part.text) for part, each in self._sums.items()}
+            for info in self.storage_data.values():
+                info.transform_descriptors = [checks[info.relative_path, info.offset].get_descriptor()]
+
+
+def _load_index(file: Path) -> Metadata:
+    """DCP's index, which may name nothing but what DCP writes there, and only files of its own folder. (DCP itself
+    unpickles it, which runs what it names.) Raises OSError, UnpicklingError or ValueError, and whatever broken pickles
+    lead to."""
+    found = _Unpickler(io.BytesIO(read_file(file))).load()
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise ValueError("it is no index of DCP's")
+    for name, entry in found.state_dict_metadata.items():
+        sized = isinstance(entry, TensorStorageMetadata) and isinstance(entry.size, torch.Size)
+        if not sized and not isinstance(entry, BytesStorageMetadata):
+            raise ValueError(f"{name} is neither a tensor with a size nor bytes")
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        if not is_plain_name(name) or (file.with_name(name).exists() and not file.with_name(name).is_file()):
+            raise ValueError(f"it names {name!r}, which is no name of a file beside it")
+    return found
 
 
 class _Unpickler(pickle._Unpickler):  # in Python: the one in C takes memory for whatever number a file gives an object
+    dispatch = pickle._Unpickler.dispatch.copy()
+    del dispatch[pickle.BYTEARRAY8[0]]  # the one in Python takes as many bytes as that claims to have
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
             return super().find_class(module, name)
@@ -102,36 +178,18 @@ class SavedPart:
     name: str
 
     @property
-    def changed(self) -> str:
-        """What to say where its bytes are not those that were written."""
-        return f"{self.name} in {self.file}, bytes {self.offset} to {self.offset + self.length}, has changed"
+    def text(self) -> str:
+        """What errors call it."""
+        return f"{self.name} in {self.file}, bytes {self.offset} to {self.offset + self.length}"
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
     """DCP's index of a checkpoint. Raises CheckpointError: there is none, or it is none."""
     try:
-        return Reader(folder).read_metadata()
+        return _load_index(folder / name)
     except Exception as error:  # whatever unpickling makes of a damaged file
         reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-        raise CheckpointError(f"checkpoint {folder} cannot be read: {METADATA}: {reason}") from error
-
-
-class Comparison:
-    """Bytes that come in pieces, compared with the checksum of all of them."""
-
-    def __init__(self, expected: Sum) -> None:
-        self._expected, self._crc = expected, 0
-        self._hash = xxhash.xxh3_64() if isinstance(expected, str) else None
-
-    def update(self, piece: memoryview) -> None:
-        if self._hash is None:
-            self._crc = zlib.crc32(piece, self._crc)
-        else:
-            self._hash.update(piece)
-
-    def equal(self) -> bool:
-        """Whether the bytes so far are those that were summed up."""
-        return self._expected == (self._crc if self._hash is None else self._hash.hexdigest())
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {name}: {reason}") from error
 
 
 def write_manifest(folder: Path, sums: Mapping[SavedPart, Sum]) -> None:
@@ -154,9 +212,6 @@ def read_manifest(folder: Path) -> dict[SavedPart, Sum]:
             SavedPart(str(file), int(offset), int(length), str(name)): crc if isinstance(crc, str) else int(crc)
             for file, offset, length, name, crc in content["parts"]
         }
-        places = (place for part in sums for place in (part.offset, part.length))
-        if not all(is_plain_name(part.file) for part in sums) or not all(0 <= place < 2**62 for place in places):
-            raise ValueError
         known, intact = content["metadata"], checksum == _content_sum(content)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {MANIFEST} is no list of checksums") from error

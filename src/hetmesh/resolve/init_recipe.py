@@ -200,8 +200,7 @@ def _measured(tables: Mapping[str, Any], overrides: Sequence[str]) -> tuple[Reso
         samples = len(resolved.source)
         drawn = resolved.loader().drawn(list(range(0, samples, max(samples // MAX_SAMPLES, 1)))[:MAX_SAMPLES])
     except SampleError as error:
-        leave = "--data.on_bad_sample skip leaves out, and counts, what cannot be read"
-        raise RecipeError(f"{error}; {leave}") from error
+        raise RecipeError(str(error)) from error
     metas = drawn.metas
     if len(drawn.unreadable) == len(metas):
         raise RecipeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hetmesh.data.source import Source
+from hetmesh.data.source import LEAVE_OUT, Source
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.graph.sample import kinds_of
@@ -20,9 +20,9 @@ def media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...] | Non
         try:
             for item in source.meta(index).media:
                 extents.setdefault(item.name, None if item.runs else item.extent)
-        except SampleError:
+        except SampleError as error:
             if not skip:
-                raise
+                raise SampleError(f"{error}; {LEAVE_OUT}") from error
     return extents
 
 

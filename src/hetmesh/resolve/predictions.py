@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hetmesh.balance import BatchPlan, largest_batches
 from hetmesh.boundary.process_groups import job_communicators
+from hetmesh.data.payloads import Unreadable
+from hetmesh.data.source import Sample
 from hetmesh.errors import RecipeError
+from hetmesh.graph.sample import kinds_of
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules, schedule_options
 from hetmesh.schedule import ahead
@@ -15,6 +19,9 @@ from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 MAX_SAMPLES = 4096
 """Samples, evenly from all of the run, among which the largest are looked for; at least one global batch."""
+
+MAX_PREPARED = 4
+"""Samples with videos that are loaded to see how long that takes."""
 
 
 def simulate_recipe(
@@ -45,6 +52,37 @@ def simulate_recipe(
     if schedule.in_collectives:
         beside = sorted({stage.module for stage in schedule.beside})
     return simulate(schedule, model.costs(plan, schedule, parts=bool(beside)), beside=beside)
+
+
+def notes_on_videos(resolved: ResolvedRecipe, step_seconds: float) -> list[str]:
+    """Per module that reads videos, whether workers prepare (decode) those of its lanes in the first step while a step
+    of `step_seconds` runs: some samples are loaded here and now, and others take as long for each of their rows."""
+    recipe, loader, notes = resolved.recipe, resolved.loader(), list[str]()
+    reads = {name: kinds for name, media in recipe.wiring.media.items() if "video" in (kinds := kinds_of(media or ""))}
+    if not reads:
+        return []
+    drawn = loader.batch(0)
+    plan = resolved.plan(drawn.metas)
+    for name, kinds in reads.items():
+        rows = {i: meta.rows[name] for i, meta in enumerate(plan.samples) if meta.num_items("video")}
+        tried = [*rows][:MAX_PREPARED]
+        twice = [drawn[i] for i in (*tried[:1], *tried)]  # the first time takes longer
+        loaded = loader.try_load(twice, {sample.index: kinds for sample in twice})[1:]
+        taken = [(each.load_s, rows[i]) for each, i in zip(loaded, tried, strict=True) if isinstance(each, Sample)]
+        if not taken:
+            wrong = [each.message for each in loaded if isinstance(each, Unreadable)]
+            notes += [f"how long the videos of a step take is not known: {message}" for message in wrong[:1]]
+            continue
+        seconds, measured = map(sum, zip(*taken, strict=True))
+        lanes = [sum(rows.get(i, 0) for part in lane for i in part) for lane in zip(*plan.lanes[name], strict=True)]
+        most, workers = max(lanes) * seconds / measured, recipe.data.num_workers
+        fits, enough = most <= workers * step_seconds, math.ceil(most / step_seconds)
+        notes.append(
+            f"preparing the videos of a step takes, as tried here, {most:.3g} s for lane {lanes.index(max(lanes))} of "
+            f"{name}, which has most: data.num_workers = {workers} "
+            + ("hides that behind the step" if fits else f"does not hide that behind the step, {enough} would")
+        )
+    return notes
 
 
 def memory_fit(resolved: ResolvedRecipe, model: StepModel) -> MemoryFit:

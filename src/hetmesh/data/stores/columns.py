@@ -125,8 +125,8 @@ class Columns:
             self.note(record.keys(), found)
             turns = from_json(turns) if isinstance(turns, str) else turns
             return out | {"conversations" if turns and "from" in turns[0] else "messages": turns}
-        asks_of_none = self.prompt and not any(kind in found for kind in MEDIA)
-        if "text" in found and not any(media.values()) and beside is None and not asks_of_none:
+        asks_of_none = self.prompt and beside is None and not any(kind in found for kind in MEDIA)
+        if "text" in found and not any(media.values()) and not asks_of_none:
             raise ValueError(f"its caption {found['text']!r} is of nothing: it has no media, only {sorted(record)}")
         self.note(record.keys(), found)
         if "texts" in found:

@@ -117,6 +117,18 @@ class Processor:
         for name, value in self.options.items():
             if name in OF_MODEL and any(getattr(part, name, value) != value for part in parts):
                 raise RecipeError(f"{self.key}: processor_options {name} = {value}: the model says it; leave it out")
+        if "video" in self.kinds and self._sampling.keys() >= {"fps", "num_frames"}:
+            try:
+                self.wanted_frames(clip(np.zeros((1000, 1, 1, 3), np.uint8)).metadata)
+            except Exception as error:  # whatever a processor raises
+                raise RecipeError(f"{self.key}: processor_options fps, num_frames: {error}; leave one out") from error
+
+    @property
+    def _sampling(self) -> Mapping[str, Any]:
+        """How frames are sampled, as the options say."""
+        nested = self.options.get("videos_kwargs")
+        asked = self.options | (nested if isinstance(nested, dict) else {})
+        return {key: asked[key] for key in ("fps", "num_frames") if asked.get(key)}
 
     def _record(self) -> None:
         """Have the processor's tokenizer and its expansion of texts note what they do."""
@@ -250,11 +262,12 @@ class Processor:
 
     def wanted_frames(self, metadata: Any) -> list[int]:
         """Which frames of a video the processor samples: as its options or its directory say, else all."""
-        part, given = self.own.video_processor, {key: self.options.get(key) for key in ("fps", "num_frames")}
-        if not any(given.values()) and not self.options.get("do_sample_frames", part.do_sample_frames):
+        part, given = self.own.video_processor, self._sampling
+        if not given and not self.options.get("do_sample_frames", part.do_sample_frames):
             return list(range(metadata.total_num_frames))
         known = {key: getattr(part, key, None) for key in part.valid_kwargs.__annotations__}
-        chosen = given if any(given.values()) else {}  # one of both, and not what the directory says of the other
+        # one of both, and not what the directory says of the other
+        chosen = {"fps": None, "num_frames": None, **given} if given else {}
         return [int(index) for index in part.sample_frames(metadata, **known | chosen)]
 
     def keys(self, kind: str) -> tuple[str, ...]:
