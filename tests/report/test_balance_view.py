@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_named(charts, tmp_path, capsys):
     digits = str(RECIPES / "digits.toml")
     path = tmp_path / "bad.jsonl"
     for line, said in (
-        ('{"audio": 1, "llm": 2}', "line 2, key 'audio': no such module; valid are vision, projector, llm"),
+        ('{"audio": 1, "llm": 2}', "line 2, key 'audio': unknown module 'audio'. Valid are: vision, projector, llm"),
         ('{"vision": 1}', "line 2, key 'llm': got 0 tokens; valid are 1 or more"),
     ):
         path.write_text('{"vision": 4, "llm": 9}\n' + line)

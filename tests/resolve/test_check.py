@@ -368,6 +368,10 @@ def test_weights_to_start_from_must_be_there(tmp_path):
         check_run(recipe)
         with pytest.raises(RecipeError, match=said):  # it would start anew
             check_run(load_recipe(DIGITS, (*gone, "--checkpoint.enable", "false")))
+        for near in (step.with_name("step-4"), step.parent, step.parent.parent):
+            key = ("--checkpoint.initial_load_path", str(near))
+            with pytest.raises(RecipeError, match=rf"no complete checkpoint there; {step.parent} has step-3: train"):
+                check_run(load_recipe(DIGITS, key))
         shutil.rmtree(tmp_path / name)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hetmesh import boundary, layout
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.data import Loader
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.payloads import Payloads, SplitSources
@@ -61,7 +62,7 @@ def job_of(recipe="digits_overlapping", source=None, rank=1, workers=0):
     resolved = resolve(load_recipe(RECIPES / f"{recipe}.toml", keys), source)
     payloads = Noted(SplitSources({"train": lambda: source}))
     loader = Loader(source, BATCH, resolved.expander, payloads=payloads)
-    world = SimpleNamespace(rank=rank, ranks_per_node=None, device=torch.device("cpu"))
+    world = SimpleNamespace(rank=rank, ranks_per_node=None, device=torch.device("cpu"), accelerator=Accelerator())
     return Job(resolved, world, loader, None, {}, None)
 
 

@@ -44,8 +44,7 @@ class Machine:
             baseline (arXiv 2408.03505, 3072 H100-class GPUs).
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
             with the small ones around it.
-        hand_over: seconds that a rank takes to lend itself to another thread while it waits in a collective, and to be
-            given back; 0: a device with streams.
+        hand_over: seconds that a rank's lending itself to another thread takes, both ways; 0: a device with streams.
         node_latency, network_latency: seconds of a message without content.
         devices: parts of the names under which CUDA reports such a device.
     """

@@ -45,10 +45,12 @@ def check_complete(path: Path, key: str) -> None:
         return
     if (path / checksums.METADATA).is_file():
         raise RecipeError(f"{key} = {str(path)!r}: {checksums.no_manifest(path)}")
-    there = ""
-    with contextlib.suppress(OSError):
-        there = ", ".join(f"step-{step}" for step in complete_steps(path.parent))
-    hint = f"{path.parent} has {there or 'none'}: train the recipe that is to leave it, or name another folder"
+    there = f"{path.parent} has none"
+    with contextlib.suppress(OSError):  # it may be the folder of a run, or that of its checkpoints
+        found = {folder: steps for folder in (path.parent, path, *path.glob("*/")) if (steps := complete_steps(folder))}
+        has = (f"{folder} has {', '.join(f'step-{step}' for step in steps)}" for folder, steps in found.items())
+        there = "; ".join(has) or there
+    hint = f"{there}: train the recipe that is to leave it, or name another folder"
     raise RecipeError(f"{key} = {str(path)!r}: no complete checkpoint there; {hint}")
 
 

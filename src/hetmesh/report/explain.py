@@ -24,12 +24,6 @@ LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one h
 CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
 
 
-def _in_collectives(resolved: ResolvedRecipe, machine: str | None) -> list[str]:
-    if not resolved.recipe.schedule_key("bubble_fill_in_collectives") or resolved.schedules.model is None:
-        return []
-    return [f"predicted for encoders: {hidden_text(simulate_recipe(resolved, machine=machine))}"]
-
-
 def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
     """What a recipe means: its modules, boundaries and work, and whether it fits the memory of `machine` (a name or
     TOML file; None: `[metrics] machine`).
@@ -40,8 +34,10 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
     """
     recipe, graph, shapes = resolved.recipe, resolved.graph, resolved.shapes
     plan = resolved.plan(resolved.loader().batch(0).metas)
-    held = _held(plan, resolved.schedules.of(plan))
-    model = agreed_step_model(recipe, graph, shapes, machine)
+    schedule, model = resolved.schedules.of(plan), agreed_step_model(recipe, graph, shapes, machine)
+    held, notes = _held(plan, schedule), notes_on_experts(shapes)
+    if schedule.in_collectives and model is not None:
+        notes = (*notes, f"predicted for encoders: {hidden_text(simulate_recipe(resolved, machine=machine))}")
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
     return RecipeView(
         description=recipe.job.description,
@@ -61,7 +57,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
         fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
         deferral=str(resolved.deferral),
-        notes=(*notes_on_experts(shapes), *_in_collectives(resolved, machine)),
+        notes=notes,
     )
 
 

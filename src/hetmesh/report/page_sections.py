@@ -187,9 +187,7 @@ def _speed(run: RunView) -> PageSection:
     parts = (
         *_curves(run, "tokens per second of all ranks, without padding", [series(run.records, "tokens_per_s")]),
         *_curves(run, "seconds per step", [seconds], "s"),
-        *_curves(
-            run, "seconds per step in collectives beside which encoders may run (gap), and did (lent)", lending, "s"
-        ),
+        *_curves(run, "seconds in collectives beside which encoders may run (gap), and did (lent)", lending, "s"),
         *_curves(run, "model FLOPs utilisation (MFU); of a module: on its own ranks", percent, "%"),
     )
     lead = ""

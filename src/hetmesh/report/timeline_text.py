@@ -3,7 +3,7 @@ seconds per module and kind of action, and a trace for chrome://tracing or ui.pe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from hetmesh.files import to_json
 from hetmesh.formatting import ranks_text, table
 from hetmesh.records.metrics import amount
 from hetmesh.simulate import CLASSES, Span, Timeline, average_bubbles, bubble_spans, bubbles
-from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER
+from hetmesh.simulate.timeline import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, OPTIMIZER, Spans
 
 LEGEND = (
     "0-9 forward and A-J backward of microbatch 0-9 (then from 0 again), w weights' part of a backward, o optimizer, "
@@ -65,21 +65,20 @@ def gantt_text(timeline: Timeline, width: int = 100, seconds: float | None = Non
         columns = max(round(columns * timeline.makespan / seconds), 1)
     lines = []
     for track, label in enumerate(labels):
-        lines.append(f"{label[:margin]:<{margin}} |{_line(timeline, track, columns)}|")
-        if timeline.hidden and timeline.hidden[track]:
-            lines.append(f"{IN_COLLECTIVES[:margin]:>{margin}} |{_line(timeline, track, columns, side=True)}|")
+        own, beside = (some.select(some.track == track) for some in (timeline.work, timeline.side or timeline.work))
+        lines.append(f"{label[:margin]:<{margin}} |{_line(timeline, own, bubble_spans(timeline, track), columns)}|")
+        if timeline.side and len(beside):
+            lines.append(f"{IN_COLLECTIVES[:margin]:>{margin}} |{_line(timeline, beside, (), columns)}|")
     if len(timeline.tracks) > len(tracks):
         lines.append(f"and {len(timeline.tracks) - len(tracks)} tracks more")
     step = f"{1e3 * timeline.makespan / columns:.3g} ms"
     return "\n".join([*(line.rstrip() for line in lines), f"one character is {step}: {LEGEND}"])
 
 
-def _line(timeline: Timeline, track: int, columns: int, *, side: bool = False) -> str:
+def _line(timeline: Timeline, spans: Spans, gaps: Iterable[tuple[str, float, float]], columns: int) -> str:
     share = timeline.makespan / columns
     if not share:
         return " " * columns
-    shown = timeline.side if side and timeline.side else timeline.work
-    spans, gaps = shown.select(shown.track == track), [] if side else bubble_spans(timeline, track)
     pieces = [(_BUBBLE_MARKS[kind], start, stop) for kind, start, stop in gaps]
     columns_of = (spans.kind, spans.microbatch, spans.start, spans.stop)
     for kind, m, start, stop in zip(*(c.tolist() for c in columns_of), strict=True):
@@ -123,8 +122,7 @@ def summary_json(timeline: Timeline) -> dict[str, Any]:
         for ranks, stages, peak, idle in tracks
     ]
     figures = {"makespan": timeline.makespan, "idle_fraction": average.fraction, "hidden": list(timeline.hidden)}
-    figures["hidden_share"] = timeline.hidden_share
-    return {**figures, "average": seconds(average), "rows": rows}
+    return {**figures, "hidden_share": timeline.hidden_share, "average": seconds(average), "rows": rows}
 
 
 KIND_WORDS: Mapping[str, str] = {

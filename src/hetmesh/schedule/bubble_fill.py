@@ -94,7 +94,7 @@ def _filled(
         return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
     if options.in_collectives:
-        pipeline = {stages.ranks_of(stage) for stage in stages.of_module(stages.sink.module)}
+        pipeline = set(map(stages.ranks_of, stages.of_module(stages.sink.module)))
         rounds = routes.count(stages.sink.module) // len(pipeline)
         found += [(late(problem, caps, some), _renamed(None)) for some in dict.fromkeys((0, rounds))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():

@@ -28,7 +28,6 @@ from hetmesh.simulate.timeline import FORWARD, REDUCE, TRANSFER
 
 _IDLE, _COMPUTING, _COMMUNICATING, _CLOSED = range(4)
 _HOSTS = {False: (_IDLE, _COMMUNICATING), True: (_IDLE, _COMPUTING)}  # of computation, of collectives
-_HOSTS_OF_THREADS = {False: (_COMMUNICATING,), True: (_IDLE, _COMPUTING)}
 
 
 @dataclass(eq=False)
@@ -63,7 +62,7 @@ class _Past:
 
     def __init__(self, hand_over: float) -> None:
         self.hand_over = hand_over
-        self.hosts = _HOSTS_OF_THREADS if hand_over else _HOSTS
+        self.hosts = {**_HOSTS, False: (_COMMUNICATING,)} if hand_over else _HOSTS
         self.stops: list[float] = []
         self.kinds: list[int] = []
         self.place, self.now, self.entered = 0, 0.0, -1
@@ -90,10 +89,9 @@ class _Past:
                 used = min(room, seconds)
                 yield kind, self.now, self.now + used
                 self.now, seconds = self.now + used, seconds - used
-                done, over = whole - seconds, 0.0
-                if kind == _COMMUNICATING and self.hand_over:
-                    over = min(piece * math.ceil(done / piece - 1e-9) - done, seconds)
-                if over > 1e-15:
+                if kind == _COMMUNICATING and self.hand_over and seconds > 0.0:
+                    done = whole - seconds
+                    over = min(max(piece * math.ceil(done / piece - 1e-9) - done, 0.0), seconds)
                     seconds -= over
                     yield _CLOSED, stop, stop + over
             if seconds > 0.0 or self.now >= stop:
@@ -292,7 +290,7 @@ class BesideRun(Run):
                 if kind == _COMMUNICATING:
                     self.hidden[track] += stop - start
                     self.collectives[track] = max(self.collectives[track] - (stop - start), 0.0)
-                    self._span(track, work.kind, work.target, work.microbatch, start, stop, side=True)
+                    self.side.append((track, work.kind, work.target, work.microbatch, start, stop, work.microbatch))
                 elif kind == _IDLE:
                     self.collectives[track] += (stop - start) * collective
                     self._span(track, work.kind, work.target, work.microbatch, start, stop)

@@ -47,7 +47,12 @@ def simulate(schedule: Schedule, costs: StepCosts, *, beside: Collection[str] = 
     held = tuple(tuple(columns.names[stage] for stage in stages) for stages in columns.held)
     work, transfers = _computing(Spans.of(run.work), costs.action_overhead), Spans.of(run.transfers)
     peak_bytes = tuple(peak.total for peak in peaks(schedule, costs, columns))
-    of_tracks = tuple(run.collectives), peak_bytes, tuple(run.hidden), Spans.of(run.side)
+    of_tracks = (
+        tuple(run.collectives),
+        peak_bytes,
+        tuple(run.hidden),
+        Spans.of(zip(*run.side, strict=True) if run.side else [()] * 7),
+    )
     return Timeline(columns.tracks, held, columns.names, work, transfers, run.end, *of_tracks)
 
 

@@ -233,7 +233,7 @@ class Run:
         self.incoming = [[zero] * tracks for _ in columns.sources]  # per edge
         self.collectives, self.hidden = [0.0] * tracks, [0.0] * tracks
         self.work: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
-        self.side: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
+        self.side: list[tuple[float, ...]] = []  # rows of such columns
         self.transfers: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
         self.end = 0.0
 
@@ -330,10 +330,8 @@ class Run:
             self.reduced[track] = stop
             self._span(track, REDUCE, stage, -1, start, stop)
 
-    def _span(self, track: int, kind: int, target: int, m: int, start: Any, stop: Any, *, side: bool = False) -> None:
-        for column, value in zip(
-            self.side if side else self.work, (track, kind, target, m, start, stop, m), strict=True
-        ):
+    def _span(self, track: int, kind: int, target: int, m: int, start: Any, stop: Any) -> None:
+        for column, value in zip(self.work, (track, kind, target, m, start, stop, m), strict=True):
             column.append(value)
 
     def _transfer(self, track: int, edge: int, m: int, to: int, start: Any, stop: Any) -> None:

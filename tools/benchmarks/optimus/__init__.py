@@ -12,11 +12,12 @@ replica is simulated, all are equal.
 *What counts* (`share_of_saving`) runs: the plan is simulated as a run has it, with what is begun in a collective over
 at its place and no more microbatches in flight than the cap; `hetmesh check` takes it with the key on, and `hetmesh
 dryrun` of rank 0, at full size and on the fake device, reaches the end of a step (`runs.py`). A plan of which that is
-not so is named (`does_not_run`), and the next best is taken. No GPU has run any of them: seconds are the simulator's,
-and the dry run takes no time. Three things differ. The recipe has embeddings, a projector and a head, which the
-simulated model leaves out. So plans fit into 80 GB by the simulator (`peak_gb`), while the dry run, with these and the
-estimate for communicators, may come to more (`dryrun_peak_gb`). And on GPUs nobody waits at the places of actions, but
-for rows, while the host hands encoder actions over one of the LLM's microbatches ahead, which no simulation knows.
+not so is named (`does_not_run`), and the next best is taken, three times at most. No GPU has run any of them: seconds
+are the simulator's, and the dry run takes no time. Three things differ. The recipe has embeddings, a projector and a
+head, which the simulated model leaves out. So plans fit into 80 GB by the simulator (`peak_gb`), while the dry run,
+with these and the estimate for communicators, may come to more (`dryrun_peak_gb`). And on GPUs nobody waits at the
+places of actions, but for rows, while the host hands encoder actions over one of the LLM's microbatches ahead, which no
+simulation knows.
 
 *bound* (`bound_s`, `speedup_reachable`): what no order of any plan that fits is below (`bound.py`), in which LLM and
 machine stay as they are. The LLM waits for its first rows, which is the encoder's forward through all its layers, and
@@ -73,6 +74,7 @@ JUDGES = (
 """What an output of it judges (`kept.py`)."""
 
 TIES = ("even", "early", "late")
+MOST_REFUSED = 3  # plans that do not run, until none counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """All cells."""
     began = time.process_time()
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(models.PUBLISHED), multiprocessing.get_context("spawn")) as pool:
         cells = pool.map(_cell, models.PUBLISHED, models.PUBLISHED.values())
         drifted = drift(args.batches)
         rows = list(cells)
@@ -126,7 +128,7 @@ def _shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return (row["balanced_s"] - row[seconds]) / (row["balanced_s"] - row["llm_only_s"])
 
     return {
-        "share_of_saving": {str(row["gpus"]): saved(row, "bubble_fill_s") for row in rows},
+        "share_of_saving": {str(row["gpus"]): saved(row, "bubble_fill_s") for row in rows if row["run"]},
         "share_of_saving_without_tp_gaps": {str(row["gpus"]): saved(row, "without_tp_gaps_s") for row in rows},
         "share_of_bound_unfilled": min(row["llm_only_s"] / row["balanced_s"] for row in rows),
     }
@@ -141,7 +143,7 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
     filled = best(dp, constants, gaps=True)
     searched = time.process_time() - searching
     refused: dict[EncoderPlan, str] = {}
-    while (run := tried(dp, filled.plan, in_flight(filled.plan))).why_not:
+    while (run := tried(dp, filled.plan, in_flight(filled.plan))).why_not and len(refused) < MOST_REFUSED:
         refused[filled.plan] = run.why_not
         filled = best(dp, constants, gaps=True, without=refused)
     plain = best(dp, constants, gaps=False)
@@ -167,7 +169,7 @@ def _cell(gpus: int, published: dict[str, Any]) -> dict[str, Any]:
         "encoder_work_s": filled.work,
         "bubble_fill_s": filled.seconds,
         "plan": _named(filled.plan),
-        "run": run.figures,
+        "run": None if run.why_not else run.figures,
         "does_not_run": {_named(plan): why for plan, why in refused.items()},
         "plans": len(plans(dp)),
         "plans_that_fit": len(each),
@@ -241,12 +243,10 @@ def table(result: dict[str, Any]) -> str:
             f"(at most {row['hidden_share_reachable']:.0%}); "
             f"{row['over_llm_and_traffic']:+.1%} over LLM and gradient sums"
         )
-        run = row["run"]
-        lines.append(
-            f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s; runs: check, and dryrun of "
-            f"{run['microbatches']} microbatches ({run['dryrun_s']:.0f} s, {run['dryrun_peak_gb']:.0f} GB)"
-        )
-        lines += [f"      does not run: {plan}: {why}" for plan, why in row["does_not_run"].items()]
+        lines.append(f"      {row['plan']}, {row['peak_gb']:.0f} GB; search {row['search_s']:.0f} s")
+        told = "runs: check, and dryrun of {microbatches} microbatches ({dryrun_s:.0f} s, {dryrun_peak_gb:.0f} GB)"
+        lines.append(f"      {told.format(**row['run']) if row.get('run') else 'not shown to run, and not counted'}")
+        lines += [f"      does not run: {plan}: {why}" for plan, why in row.get("does_not_run", {}).items()]
     stale = {key.removeprefix("over_"): max(each) for key, each in result["drift"].items() if key.startswith("over_")}
     lines.append("drift, worst step over " + ", ".join(f"{key}: {value:.3f}" for key, value in stale.items()))
     lines.append(f"constants: {result['constants']}")
