@@ -90,7 +90,8 @@ class Side:
             self._halt()
 
     def __str__(self) -> str:
-        return f"{self._jobs[0]} in a gap of rank {self.rank}" if self._jobs else f"a gap of rank {self.rank}"
+        first = "".join(f"{job} in " for job in tuple(self._jobs)[:1])  # a copy: the other thread may take it away
+        return f"{first}a gap of rank {self.rank}"
 
     def _run_first(self) -> None:
         self._begun = threading.get_ident()
