@@ -100,7 +100,7 @@ local_batch_size = {batch}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
-    parser.add_argument("--rounds", type=int, default=8, help="steps of each kind and gap (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=16, help="steps of each kind and gap (default %(default)s)")
     parser.add_argument("--microbatches", type=int, default=5, help="of a step (default %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of the encoder (default %(default)s)")
     parser.add_argument("--width", type=int, default=256, help="of the encoder (default %(default)s)")
