@@ -100,6 +100,15 @@ def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
     assert edges == {"vision->projector forward", "vision->projector backward"}
 
 
+@pytest.mark.slow
+def test_a_device_is_given_encoders_before_the_llm_in_whose_collectives_they_run(apart):
+    run, _ = apart(dry, "digits_gaps", 0)
+    places = {str(span.label): place for place, span in reversed([*enumerate(run.actions)])}
+    for m in range(3):
+        assert places[f"vision.0 F{m + 1}"] < places[f"llm.0 F{m}"]
+    assert waits_within(run) == []
+
+
 @pytest.mark.exhaustive
 def test_rows_of_all_to_alls_are_let_go_of_within_the_step(apart):
     """Those of 32 microbatches would be 1.7 of the predicted peak of the last rank."""

@@ -34,6 +34,13 @@ CASES = {
         projector="trainable = false",
         key=f"{KEY}\nbubble_fill_in_flight = 3",
     ),
+    "all but the LLM frozen, one at a time": partial(
+        schedule_of,
+        *TWO,
+        trained="frozen encoder",
+        projector="trainable = false",
+        key=f"{KEY}\nbubble_fill_in_flight = 1",
+    ),
     **{f"PP, {inner}": partial(schedule_of, *FOUR, inner=inner) for inner in INNER},
     "PP, frozen": partial(schedule_of, *FOUR, inner="zero_bubble", trained="frozen encoder"),
 }

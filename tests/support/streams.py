@@ -43,6 +43,7 @@ class Races(TorchDispatchMode):
         found: in words, what nothing orders.
         host_waits: how often the host has waited for the device.
         used: streams on which anything was queued.
+        urgent: streams of high priority.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Races(TorchDispatchMode):
         self.found: list[str] = []
         self.host_waits = 0
         self.used: set[int] = set()
+        self.urgent: set[int] = set()
         self.current = 0
         self.clocks: list[_Clock] = [{}]
         self._storages: dict[int, _Accesses] = {}
@@ -218,7 +220,9 @@ class StreamedCpu(Accelerator):
         return copied
 
     def stream(self, *, high_priority: bool = False) -> _Stream:
-        return _Stream(self.races, self.races.new_stream())
+        stream = _Stream(self.races, self.races.new_stream())
+        self.races.urgent |= {stream.number} if high_priority else set()
+        return stream
 
     def current_stream(self) -> _Stream:
         return _Stream(self.races, self.races.current)

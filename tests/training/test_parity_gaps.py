@@ -165,13 +165,14 @@ ON_STREAMS = {
 
 
 def on_streams(rank, without, given, fault):
-    """Outcomes without the key, and with it on streams over emulated NCCL; races, streams, waits of the host."""
+    """Outcomes without the key, and with it on streams over emulated NCCL; races, streams, how many of these have a
+    high priority, waits of the host."""
     found = [] if fault else [run(without, World.current(), 2)]
     with emulated_world() as world, streamed(world) as races, pytest.MonkeyPatch.context() as patch:
         if fault:
             patch.setattr(StageStreams, fault, lambda *_: None)
         found.append(run(given, world, 2))
-    return found, sorted(set(races.found)), len(races.used), races.host_waits
+    return found, sorted(set(races.found)), len(races.used), len(races.used & races.urgent), races.host_waits
 
 
 @pytest.mark.slow
@@ -180,10 +181,13 @@ def on_streams(rank, without, given, fault):
 )
 def test_on_an_asynchronous_device_streams_change_no_bit_and_are_in_order(pool, case):
     without, given = ON_STREAMS[case]
-    for found, races, streams, waits in pool(given.world_size).run(on_streams, without, given, None, timeout=240):
+    for found, races, streams, urgent, waits in pool(given.world_size).run(
+        on_streams, without, given, None, timeout=240
+    ):
         assert races[:8] == []
         assert (equal(*found), waits) == (True, 0)
         assert streams >= 4  # of slices, of what they run beside, of batches; around them the norm
+        assert urgent == 1  # of what slices run beside
 
 
 @pytest.mark.exhaustive
