@@ -65,7 +65,7 @@ def values(i):
 
 
 def make(world, ranks, modules=MODULES, load=values, policy=plan_batch):
-    """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the sink."""
+    """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the LLM."""
     meshes = {name: MeshSpec.make(ranks[name], dp_replicate=len(ranks[name])) for name in MODULES}
     options = ModuleOptions(parameter_dtype=torch.float64)
     specs = [ModuleSpec(name, mesh, features=WIDTH, options=options) for name, mesh in meshes.items()]
@@ -206,7 +206,7 @@ def test_rows_that_are_not_what_was_promised_name_action_and_boundary(world):
 
 
 def apart(graph, samples, size):
-    """The modules between go through two samples in another microbatch, and the sink through all in its second one."""
+    """The modules between go through two samples in another microbatch, and the LLM through all in its second one."""
     whole, two = (((0, 1, 2, 3, 4),),), (((0, 1, 4),), ((2, 3),))
     return BatchPlan(graph, tuple(samples), {"source": whole, "twice": two, "thrice": two, "sink": (((),), *whole)})
 

@@ -65,7 +65,7 @@ class BatchPlan:
     @property
     def num_microbatches(self) -> int:
         """Microbatches of the module that computes the loss; others may have more or fewer."""
-        return len(self.lanes[self.graph.sink.name])
+        return len(self.lanes[self.graph.llm.name])
 
     @cached_property
     def routes(self) -> Routes:

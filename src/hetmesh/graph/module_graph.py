@@ -210,8 +210,8 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules with one sink (the module that computes the loss). Raises GraphError: unknown or repeated names,
-    a cycle, or not exactly one sink."""
+    """A DAG of modules with one llm (the module that computes the loss). Raises GraphError: unknown or repeated names,
+    a cycle, or not exactly one llm."""
 
     modules: tuple[ModuleSpec, ...]
     boundaries: tuple[BoundarySpec, ...] = ()
@@ -239,7 +239,7 @@ class ModuleGraph:
         return self.topology.order
 
     @cached_property
-    def sink(self) -> ModuleSpec:
+    def llm(self) -> ModuleSpec:
         """The module that computes the loss."""
         return self[self.order[-1]]
 

@@ -125,7 +125,7 @@ class StageGraph:
         return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
     @cached_property
-    def sink(self) -> Stage:
+    def llm(self) -> Stage:
         """The stage that computes the loss."""
         return self.stages[-1]
 

@@ -43,8 +43,8 @@ def output_key(module: str, output: str = "") -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """A DAG of module names with one sink (the module that computes the loss). Raises GraphError: unknown or repeated
-    names, a cycle, or not exactly one sink."""
+    """A DAG of module names with one llm (the module that computes the loss). Raises GraphError: unknown or repeated
+    names, a cycle, or not exactly one llm."""
 
     names: tuple[str, ...]
     boundaries: tuple[BoundarySpec, ...] = ()
@@ -63,7 +63,7 @@ class Topology:
         sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
         if len(sinks) != 1:
             raise GraphError(
-                f"exactly one module may have no consumer, the LLM, got {sinks}; modules after it and a second sink "
+                f"exactly one module may have no consumer, the LLM, got {sinks}; modules after it and a second llm "
                 "are not supported"
             )
         if len(self.order) != len(names):
@@ -80,7 +80,7 @@ class Topology:
         return tuple(done)
 
     @property
-    def sink(self) -> str:
+    def llm(self) -> str:
         """The module that computes the loss."""
         return self.order[-1]
 

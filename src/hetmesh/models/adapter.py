@@ -125,7 +125,7 @@ class Adapter(Protocol):
 
     @property
     def out_features(self) -> int | None:
-        """Width of the rows it emits; None for the sink."""
+        """Width of the rows it emits; None for the LLM."""
 
     @property
     def checkpoint_names(self) -> tuple[Names, ...]:
@@ -173,7 +173,7 @@ class Adapter(Protocol):
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
-        rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
+        rows `[n, out_features]`, in sample order then position order; from the LLM, logits `[num_targets, vocab]` in
         the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
 
 
@@ -237,7 +237,7 @@ class AdapterRequest:
 
     @property
     def sources(self) -> dict[str, str]:
-        """`placeholders` of a sink, where each producer has one."""
+        """`placeholders` of an LLM, where each producer has one."""
         return {source: at for source, at in self.placeholders.items() if at is not None}
 
     @property

@@ -35,17 +35,17 @@ def _media_of(graph: ModuleGraph, name: str) -> str | None:
 
 
 def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
-    """Per placeholder: a function from a media item's raw shape to its number of rows in the sink's sequence."""
+    """Per placeholder: a function from a media item's raw shape to its number of rows in the LLM's sequence."""
     into = [(b.at, b.source) for b in graph.boundaries if b.at is not None]
     return {kind: _rows_of_item(graph, adapters, source) for at, source in into for kind in kinds_of(at)}
 
 
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
-    """Per module except the sink: the kind of media of its rows, and from an item's raw shape the number of rows."""
+    """Per module except the LLM: the kind of media of its rows, and from an item's raw shape the number of rows."""
     return {
         name: (_media_of(graph, name), _rows_of_item(graph, adapters, name))
         for name in graph.order
-        if name != graph.sink.name
+        if name != graph.llm.name
     }
 
 
@@ -71,12 +71,12 @@ def sample_positions(
     graph: ModuleGraph, adapters: Mapping[str, Adapter]
 ) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
     """A function from an expanded sample to its positions; None for an LLM whose positions are 0..tokens-1."""
-    positions = adapters[graph.sink.name].abilities.position_ids
+    positions = adapters[graph.llm.name].abilities.position_ids
     if positions is None:
         return None
     grids = {
         kind: cache(grid)
-        for b in graph.inputs(graph.sink.name)
+        for b in graph.inputs(graph.llm.name)
         if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
         for kind in kinds_of(b.at)
     }

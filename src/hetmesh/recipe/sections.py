@@ -131,7 +131,7 @@ class Boundary(Section):
 
 
 class ScheduleKeys(Section):
-    """Keys of the whole run's schedule; written in a flat `[parallelism]` or in the sink module's own table."""
+    """Keys of the whole run's schedule; written in a flat `[parallelism]` or in the LLM module's own table."""
 
     pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
     pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size

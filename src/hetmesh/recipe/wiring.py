@@ -117,9 +117,9 @@ class Wiring:
     media: Mapping[str, str | None]
 
     @property
-    def sink(self) -> str:
+    def llm(self) -> str:
         """The module that computes the loss."""
-        return self.topology.sink
+        return self.topology.llm
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class Wiring:
 
 
 def wiring(recipe: Recipe) -> Wiring:
-    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one sink,
+    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one llm,
     `at` or `media` is missing or out of place, or ranks and degrees do not fit."""
     boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
     try:
@@ -161,28 +161,26 @@ def wiring(recipe: Recipe) -> Wiring:
 
 
 def _check_ends(recipe: Recipe, topology: Topology) -> None:
-    """Check `at` of the boundaries, and what only the sink or only encoders have."""
-    refusals, sink = Refusals(), topology.sink
+    """Check `at` of the boundaries, and what only the LLM or only encoders have."""
+    refusals, llm = Refusals(), topology.llm
     seen: dict[str, str] = {}
-    unnamed = {b.source for b in topology.boundaries if b.destination == sink and b.at is None}
+    unnamed = {b.source for b in topology.boundaries if b.destination == llm and b.at is None}
     for i, b in enumerate(topology.boundaries):
         key = f"boundaries[{i}].at"
-        if b.destination != sink and b.at is not None and b.destination not in unnamed:
-            refusals.add(
-                f"{key}: rows replace placeholders only in {sink!r}, but {b.name} ends elsewhere; leave it out"
-            )
-        elif b.destination == sink and b.at is None:
+        if b.destination != llm and b.at is not None and b.destination not in unnamed:
+            refusals.add(f"{key}: rows replace placeholders only in {llm!r}, but {b.name} ends elsewhere; leave it out")
+        elif b.destination == llm and b.at is None:
             refusals.add(
                 f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"; '
-                f"{sink!r}, after which no module comes, must be the LLM: modules after it are not supported"
+                f"{llm!r}, after which no module comes, must be the LLM: modules after it are not supported"
             )
         elif b.at is not None and seen.setdefault(b.at, b.name) != b.name:
             refusals.add(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
     for name, module in recipe.modules.items():
-        if module.attention_mask != "causal" and name != sink:
-            refusals.add(f"modules.{name}.attention_mask: only {sink!r}, which reads tokens, has one")
-        if module.media is not None and (topology.inputs(name) or name == sink):
-            refusals.add(f"modules.{name}.media: only a module that no boundary leads to reads media, except the sink")
+        if module.attention_mask != "causal" and name != llm:
+            refusals.add(f"modules.{name}.attention_mask: only {llm!r}, which reads tokens, has one")
+        if module.media is not None and (topology.inputs(name) or name == llm):
+            refusals.add(f"modules.{name}.media: only a module that no boundary leads to reads media, except the LLM")
     refusals.finish()
 
 
@@ -197,7 +195,7 @@ def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
 
 def _media(recipe: Recipe, topology: Topology, name: str) -> str | None:
     """The media that an encoder reads: as the recipe says, else the one placeholder where its rows end up."""
-    if topology.inputs(name) or name == topology.sink:
+    if topology.inputs(name) or name == topology.llm:
         return None
     if (media := recipe.modules[name].media) is not None:
         return media

@@ -119,7 +119,7 @@ class ResolvedRecipe:
         loader = Loader(self.source, 1, self.expander, skip=keys.on_bad_sample == "skip")
         runs = (range(i, min(i + _AT_ONCE, len(self.source))) for i in range(0, len(self.source), _AT_ONCE))
         each = [
-            metas.tokens if keys.order in (TOKENS, self.recipe.sink) else metas.rows_of(keys.order)
+            metas.tokens if keys.order in (TOKENS, self.recipe.llm) else metas.rows_of(keys.order)
             for metas in (loader.drawn(run).metas for run in runs)
         ]
         if not (key := np.concatenate(each)).any():
@@ -323,7 +323,7 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
         for name in getattr(keys, key):
             if (leader := led_by[name]) != name:
                 instead = f"balance.{key}.{leader}"
-                if key != "max_tokens" and leader == graph.sink.name:
+                if key != "max_tokens" and leader == graph.llm.name:
                     instead = "it ranks or degrees of its own, or leave it out"
                 wrong.append(
                     f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "

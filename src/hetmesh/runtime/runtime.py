@@ -123,7 +123,7 @@ class Runtime:
 
         Returns:
             The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks
-            outside the sink. Gradients, if the schedule trains, are added to `.grad` as sums over the whole batch.
+            outside the LLM. Gradients, if the schedule trains, are added to `.grad` as sums over the whole batch.
 
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from hetmesh.runtime.runtime import Runtime
 
 Outputs = Mapping[str, Tensor]
-"""The outputs of a stage by name; `""` is its rows, its activations, or the output of the sink."""
+"""The outputs of a stage by name; `""` is its rows, its activations, or the output of the LLM."""
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(output of the sink, its batch) -> the summed loss of this lane and microbatch, a scalar."""
+"""(output of the LLM, its batch) -> the summed loss of this lane and microbatch, a scalar."""
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
-"""(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
+"""(microbatch, detached output of the LLM, its batch): called after each forward of the LLM."""
 
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
@@ -119,7 +119,7 @@ class StepRunner:
             return
         outputs = compute()
         self.batches.prepare()
-        if stage == stages.sink:
+        if stage == stages.llm:
             if self.observe is not None:
                 self.observe(m, outputs[""].detach(), batch)
             loss = self.runtime.loss(outputs[""], batch)
@@ -144,7 +144,7 @@ class StepRunner:
         if (stage, m) in self.recomputed:
             outputs = self.recomputed.pop((stage, m))()
         gradients = self.gradients.pop((stage, m), {})
-        if stage != self.schedule.stages.sink:
+        if stage != self.schedule.stages.llm:
             for name in outputs.keys() - gradients.keys():  # it has no rows, and no route
                 gradients[name] = torch.zeros_like(outputs[name])
         return list(outputs.values()), [gradients.get(name) for name in outputs]

@@ -41,7 +41,7 @@ from hetmesh.training.gradients import scale, squared_norm
 from hetmesh.training.job import Job
 
 Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
-"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan;
+"""(graph, expanded samples of a global batch, samples per microbatch and lane of the LLM) -> the plan;
 `hetmesh.balance.plan_batch` is one."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest relative error, by `[training] dtype`."""
@@ -115,7 +115,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
-        loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
+        loss = nn.functional.cross_entropy(outputs[graph.llm.name], batch["targets"], reduction="sum")
         loss = loss / targets
         balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
         whole = loss + balance * per_token / targets

@@ -123,7 +123,7 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
         for m, guesses, hits, index in guessed:
             places = [
                 (start + i, j)
-                for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
+                for i in plan.samples_of(job.graph.llm.name, m, job.llm_lane)
                 for j in range(plan.samples[i].num_targets)
             ]
             for k, guess, hit in zip(index.tolist(), guesses.tolist(), hits.tolist(), strict=True):

@@ -75,7 +75,7 @@ class Feed:
         samples, metas = [self._samples[i] for i in indices], [self.plan.samples[i] for i in indices]
         adapter = self.adapters[module]
         batch = adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
-        if module == self.plan.graph.sink.name and (names := abilities_of(source).values):
+        if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
 
@@ -106,7 +106,7 @@ class Feed:
         """Whether a stage reads samples itself: an encoder's first one, of units every one; every one of the LLM."""
         graph = self.plan.graph
         reads = stage == 0 or bool(len(self.drawn.metas.runs))
-        return spec.name == graph.sink.name or (reads and not graph.inputs(spec.name))
+        return spec.name == graph.llm.name or (reads and not graph.inputs(spec.name))
 
     def _wanted(self) -> dict[int, set[str]]:
         """The kinds of media that this rank's modules read, by source index of the samples of its lanes, whose

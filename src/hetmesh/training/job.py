@@ -155,7 +155,7 @@ class Job:
             graph,
             adapted,
             reducers=reducers,
-            loss=cross_entropy_of(modules.get(graph.sink.name)) if loss is None else CheckedLoss(loss),
+            loss=cross_entropy_of(modules.get(graph.llm.name)) if loss is None else CheckedLoss(loss),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
             whole=whole,
@@ -263,21 +263,21 @@ class Job:
         check_replicas(self.parallel, self.tied, self.world, step)
 
     @property
-    def sink_lane(self) -> int:
+    def llm_lane(self) -> int:
         """This rank's lane of the module that computes the loss; -1 outside it."""
-        lane = self.graph.sink.lane_of(self.world.rank)
+        lane = self.graph.llm.lane_of(self.world.rank)
         return -1 if lane is None else lane
 
     @property
     def vocabulary(self) -> VocabularyShards | None:
         """How the logits of this rank lie over those that compute them with it; None: it has all of them."""
-        sink = self.parallel.get(self.graph.sink.name)
-        return None if sink is None else sink.vocabulary
+        llm = self.parallel.get(self.graph.llm.name)
+        return None if llm is None else llm.vocabulary
 
     @property
     def counts_loss(self) -> bool:
         """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
-        return is_first(self.graph.sink.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
+        return is_first(self.graph.llm.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
 
 
 def _check_profile(resolved: ResolvedRecipe, world: World) -> None:

@@ -38,9 +38,9 @@ def check_values(source: Source, loss: CustomLoss | None) -> None:
         )
 
 
-def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `sink` gives on this rank, maybe a share of the vocabulary; None: none."""
-    if sink is None or (vocabulary := sink.vocabulary) is None:
+def cross_entropy_of(llm: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """`sum_cross_entropy` of the logits that `llm` gives on this rank, maybe a share of the vocabulary; None: none."""
+    if llm is None or (vocabulary := llm.vocabulary) is None:
         return sum_cross_entropy
     return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
 

@@ -227,7 +227,7 @@ class Pipeline:
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
             for each in sharded_modules(module.module):
                 each.reshard()
-        return mine if is_first(self.graph.sink.mesh, rank, LANE_AXES) else 0.0
+        return mine if is_first(self.graph.llm.mesh, rank, LANE_AXES) else 0.0
 
     def _plan(self, samples: int, training: bool) -> tuple[BatchPlan, Schedule]:
         rows = {name: math.prod(part.output[:-1]) for name, part in self.parts.items()}

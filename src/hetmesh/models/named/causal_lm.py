@@ -1,4 +1,4 @@
-"""A transformers causal LM as the sink: tokens, and rows at placeholders -> logits of the target tokens."""
+"""A transformers causal LM as the LLM: tokens, and rows at placeholders -> logits of the target tokens."""
 
 from __future__ import annotations
 
