@@ -83,7 +83,7 @@ def make(world, ranks, modules=MODULES, load=values, policy=plan_batch):
         graph,
         {Stage(name): module for name, module in mine.items()},
         reducers={Stage(name): partial(reduce, name) for name in mine},
-        loss=lambda output, batch: output,
+        losses={"sink": lambda output, batch: output},
     )
     samples = [SampleMeta(f"s{i}", 4, targets=((3, 4),), rows=dict.fromkeys(MODULES, n)) for i, n in enumerate(ROWS)]
     plan = policy(graph, samples, 1)
@@ -115,7 +115,7 @@ def gradients(modules):
 
 def loss_and_gradients(rank, ranks, policy=plan_batch):
     mine, step = make(World.current(), ranks, policy=policy)
-    return step().item(), gradients(mine)
+    return step()["sink"].item(), gradients(mine)
 
 
 LAYOUTS = {

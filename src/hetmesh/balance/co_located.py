@@ -22,7 +22,7 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
     for name in reversed(graph.order):
         consumers = {b.destination for b in graph.boundaries if b.source == name}
         found[name] = name
-        if len(consumers) == 1 and graph[name].mesh == graph[only := consumers.pop()].mesh:
+        if name != graph.llm.name and len(consumers) == 1 and graph[name].mesh == graph[only := consumers.pop()].mesh:
             found[name] = found[only]
     for name in graph.order:
         producers = {b.source for b in graph.inputs(name)}
@@ -37,9 +37,10 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
 
 
 def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
-    """The modules that are balanced; the others go along with one of them. The LLM is the last."""
+    """The modules that are balanced; the others go along with one of them. The LLM is the last, whatever follows it."""
     led_by = leaders(graph)
-    return tuple(name for name in graph.order if led_by[name] == name)
+    own = [name for name in graph.order if led_by[name] == name and name != graph.llm.name]
+    return (*own, graph.llm.name)
 
 
 @lru_cache(maxsize=256)

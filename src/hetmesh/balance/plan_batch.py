@@ -112,10 +112,11 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         GraphError: a cap or a size is not of a module that leads.
     """
     own = led_modules(graph)
+    before = tuple(name for name in own[:-1] if name not in graph.topology.after_llm)
     names: tuple[tuple[str, Mapping[str, object], tuple[str, ...]], ...] = (
         ("max_tokens", balance.max_tokens, own),
-        ("microbatch_sizes", balance.microbatch_sizes, own[:-1]),
-        ("microbatch_shares", balance.microbatch_shares, own[:-1]),
+        ("microbatch_sizes", balance.microbatch_sizes, before),
+        ("microbatch_shares", balance.microbatch_shares, before),
     )
     for key, given, valid in names:
         if wrong := sorted(set(given) - set(valid)):
@@ -202,7 +203,17 @@ def plan_batch(
         found = check(loads, slots, share_microbatches(graph, loads.modules, found, balance.microbatch_shares))
     if balance.split_deferred:
         found = split_deferred(found)
+    if after := [i for i, name in enumerate(loads.modules) if name in graph.topology.after_llm]:
+        found = check(loads, slots, _with_llm(found, after))
     return batch_plan_of(graph, samples, found)
+
+
+def _with_llm(assignment: Assignment, after: Sequence[int]) -> Assignment:
+    """`assignment`, where the modules `after` the LLM, the last, handle samples in its microbatches."""
+    counts, microbatch = list(assignment.microbatches), assignment.microbatch.copy()
+    for i in after:
+        counts[i], microbatch[:, i] = counts[-1], microbatch[:, -1]
+    return replace(assignment, microbatches=tuple(counts), microbatch=microbatch)
 
 
 def split_deferred(assignment: Assignment) -> Assignment:

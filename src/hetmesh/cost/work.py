@@ -38,12 +38,12 @@ class Work:
 def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
     """What `sample`, whose metadata is expanded, gives module `name` to do.
 
-    An encoder attends within each media item, the LLM within the whole sample, other modules not at all.
+    An encoder or generator attends within each media item, the LLM within the whole sample, other modules not at all.
     """
     if name == graph.llm.name:
         return Work(sample.tokens, sample.tokens**2, sample.num_targets)
     rows = sample.rows.get(name, 0)
-    if graph.inputs(name):
+    if graph[name].media is None:
         return Work(rows)
     items = [item.rows for item in sample.media if item.name in kinds_of(graph[name].media or "")]
     reaching = sum(items)  # the LLM; what is between scales every item alike
@@ -56,7 +56,7 @@ def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarr
         return np.column_stack([samples.tokens, samples.tokens**2, samples.num_targets])
     rows = samples.rows_of(name)
     pairs = np.zeros_like(rows)
-    if not graph.inputs(name) and (kind := graph[name].media) in samples.kinds:
+    if (kind := graph[name].media) in samples.kinds:
         items = np.where(samples.items[:, 0] == samples.kinds.index(kind), samples.items[:, 2], 0)
         reaching, squares = samples.sum_of_items(items), samples.sum_of_items(items**2)
         some = reaching > 0

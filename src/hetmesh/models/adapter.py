@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hetmesh.graph.module_graph import Activation
+from hetmesh.graph.module_graph import Activation, LossSpec
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.weights.pretrained import Names, Pretrained
@@ -68,6 +68,9 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
+        draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets.
+        sample: for such a module: one item from `(module, hidden states [rows, in_features], raw shape, noise [latents,
+            draws], steps)`.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
@@ -96,6 +99,8 @@ class Abilities:
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
     gathered_whole: bool = False
+    draws: int = 0
+    sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -158,6 +163,13 @@ class Adapter(Protocol):
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
 
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows of its targets for a media item of raw shape `shape`, of which `item_rows` says
+        how many hidden states of the LLM it reads."""
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows that go through its blocks for such an item."""
+
     def collate(
         self,
         samples: Sequence[SampleLike],
@@ -192,6 +204,12 @@ class AdapterDefaults:
     def rows(self, incoming: int) -> int:
         return incoming
 
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"{type(self).__name__} makes no media")
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        return self.item_latents(shape)
+
     def collate(
         self,
         samples: Sequence[SampleLike],
@@ -209,13 +227,15 @@ class AdapterRequest:
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
-        media: the kind of media it reads (encoders).
+        media: the kind of media it reads (encoders), or has its targets from (modules after the LLM).
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
         in_features: width of the incoming rows, None until the producer is resolved (or without one).
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
+        hidden: of an LLM, the hidden states that modules after it read, by output: the placeholder, and the layer.
+        loss: what its last stage computes; None: nothing, or, of an LLM, what it does by itself.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.
@@ -230,6 +250,8 @@ class AdapterRequest:
     out_features: int | None = None
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
+    hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
+    loss: LossSpec | None = None
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, first_stage_mesh
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, stage_mesh_alone
 from hetmesh.graph.module_graph import CheckpointMode, Reshard, reshard_in_pipeline
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
@@ -135,7 +135,7 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
     specs: dict[str, ModuleSpec] = {}
     for name in reversed(graph.order):  # consumers first
         if name not in meshes:
-            meshes[name] = first_stage_mesh(meshes[graph.outputs(name)[0].destination])
+            meshes[name] = stage_mesh_alone(meshes[graph.outputs(name)[0].destination], 0)
         own = plan.modules.get(name)
         spec = laid_out_module(problem, name, meshes[name], own)
         if own is None:  # the keys of its layout come with the mesh

@@ -155,6 +155,8 @@ def place_beside(recipe: Recipe, folder: str) -> None:
     for module in recipe.modules.values():
         if ":" in module.model:
             module.beside(folder)
+        if module.loss is not None and ":" in module.loss.kind:
+            module.loss.beside(folder)
     if any(":" in source for source in (recipe.data.source, *(table.source for table in recipe.data.mixture))):
         recipe.data.beside(folder)
     if any(":" in name for name in recipe.optimizer.names):

@@ -52,11 +52,13 @@ def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> lis
 
 
 def forwards_needed(stages: StageGraph, routes: Routes) -> dict[str, list[int]]:
-    """Per module and microbatch of the LLM, how many forwards come before its own, if all go by number."""
+    """Per module and microbatch of the LLM, how many forwards come before its own, if all go by number; of modules
+    after it, and of others that feed nobody, how many follow it at once."""
     llm = stages.llm.module
-    needed = {llm: list(range(1, routes.count(llm) + 1))}
+    ends = {stage.module for stage in stages.stages if stage in stages.after_llm or not stages.outputs(stage)}
+    needed = {module: list(range(1, routes.count(llm) + 1)) for module in {llm, *ends}}
     for module in reversed(list(dict.fromkeys(stage.module for stage in stages.stages))):
-        if module == llm:
+        if module in needed:
             continue
         most = [0] * routes.count(llm)
         for edge in stages.edges:

@@ -98,7 +98,7 @@ class _Step:
 
     def run(self) -> float:
         """One step; its seconds."""
-        feed = self.job.feed(self.drawn, self.plan)
+        feed = self.job.feed(self.drawn, self.plan, 0)
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
         dist.barrier()

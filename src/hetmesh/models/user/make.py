@@ -99,6 +99,11 @@ def _adapter(
         "sizes": dict(getattr(example, "tensor_parallel_sizes", {})),
         "abilities": declared_abilities(example, layers, request),
     }
+    if request.hidden:
+        raise RecipeError(
+            f"{request.key}: {request.model} is a custom LLM, which returns logits alone, and "
+            f"{list(request.consumers)} read hidden states; take a ready-made one, or hf_llm"
+        )
     if not request.consumers:
         width = _size(request, get, "in_features") if request.placeholders else None
         return UserSink(**common, in_features=width, sources=request.sources)
