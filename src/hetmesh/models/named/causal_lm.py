@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -41,7 +41,7 @@ class CausalLMAdapter(AdapterDefaults):
     model_class: Any
     sources: Mapping[str, str]
     out_features: None = None
-    hidden: Mapping[str, tuple[str, str | None]] = MappingProxyType({})
+    hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
     checkpoint_names: ClassVar = (
         *prefixes("", "language_model."),
         (("model.", "model.language_model."), ("lm_head.", "lm_head.")),  # multimodal models of transformers 5
