@@ -38,6 +38,21 @@ ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
+class SavedAs:
+    """How a library other than transformers reads a module from a directory.
+
+    Attributes:
+        config: of config.json.
+        loads_with: the class that reads it; empty where only hetmesh does.
+        file_name: of the weights, without their number and ending.
+    """
+
+    config: Mapping[str, Any]
+    loads_with: str = ""
+    file_name: str = "model"
+
+
+@dataclass(frozen=True)
 class Abilities:
     """What only some models can do. All of it is absent by default, and a recipe that needs it is refused.
 
@@ -68,6 +83,16 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
+        draws: for a module after the LLM: its loss needs noise. Its batch then also has, drawn per sample and alike in
+            every layout, `noise`, standard normal `[rows of targets, target_features]`, and `time`, uniform in (0, 1),
+            `[items]`; float32, for a module in float64 that.
+        sample: for such a module: from the module, the LLM's rows of one item `[item_rows, in_features]`, the raw shape
+            of the item, noise `[item_latents, target_features]` and a number of steps: the item of that shape, or,
+            where latents come from an encoder, these, `[item_latents, target_features]`, for the encoder's `decode`.
+        sampling_steps: how many steps `sample` takes unless it is told otherwise.
+        decode: for an encoder whose rows a generator can make: from the module, the rows of one item
+            `[rows, out_features]` and its raw shape: the item.
+        saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
@@ -96,6 +121,11 @@ class Abilities:
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
     gathered_whole: bool = False
+    draws: bool = False
+    sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
+    sampling_steps: int = 0
+    decode: Callable[[nn.Module, Tensor, tuple[int, ...]], Tensor] | None = None
+    saved_as: SavedAs | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -153,7 +183,11 @@ class Adapter(Protocol):
         `num_key_value_heads` it may be a multiple where the plan has `KeyHeads`."""
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        """Encoder: the number of rows of a media item of raw shape `shape`; raises SampleError if it cannot read it."""
+        """The number of rows of a media item of raw shape `shape`: those that an encoder makes of it, or that a module
+        after the LLM reads for it; raises SampleError if it cannot read or make such an item."""
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: the rows of targets of an item of raw shape `shape`; raises SampleError likewise."""
 
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
@@ -174,11 +208,17 @@ class Adapter(Protocol):
     ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
         rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
-        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
+        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`. A module
+        after the LLM returns its prediction `[rows of targets, target_features]` as `""`, and as `"target"` what the
+        loss compares it with, if that is not `batch["targets"]`."""
 
 
 class AdapterDefaults:
     """What most adapters do alike: base of the ready-made ones."""
+
+    @property
+    def target_features(self) -> int:
+        return 0
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return {}
@@ -188,6 +228,9 @@ class AdapterDefaults:
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
         raise NotImplementedError(f"{type(self).__name__} reads no media")
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"{type(self).__name__} makes no media")
 
     def rows(self, incoming: int) -> int:
         return incoming
@@ -209,13 +252,15 @@ class AdapterRequest:
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
-        media: the kind of media it reads (encoders).
+        media: the kind of media it reads (encoders), or that its targets are made of (modules after the LLM).
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
         in_features: width of the incoming rows, None until the producer is resolved (or without one).
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
+        encoders: of a module after the LLM, the encoders that feed it directly, whose rows are its targets; None
+            instead of one that is not resolved yet.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.
@@ -230,6 +275,7 @@ class AdapterRequest:
     out_features: int | None = None
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
+    encoders: Mapping[str, Adapter | None] = field(default_factory=lambda: MappingProxyType({}))
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None
@@ -239,6 +285,11 @@ class AdapterRequest:
     def sources(self) -> dict[str, str]:
         """`placeholders` of a sink, where each producer has one."""
         return {source: at for source, at in self.placeholders.items() if at is not None}
+
+    @property
+    def generates(self) -> bool:
+        """Whether it comes after the LLM and has a loss of its own: it reads rows, and media are its targets."""
+        return self.media is not None and bool(self.placeholders) and not self.consumers
 
     @property
     def key(self) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from hetmesh.errors import RecipeError, Refusals
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.named.clip import ClipAdapter
+from hetmesh.models.named.diffusion import DiffusersAdapter, VaeAdapter
+from hetmesh.models.named.flow import FlowAdapter
 from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.models.named.qwen3 import Qwen3Adapter
@@ -29,6 +31,9 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "clip": ClipAdapter.make,
     "whisper": WhisperAdapter.make,
     "mlp": MlpAdapter.make,
+    "flow": FlowAdapter.make,
+    "diffusers": DiffusersAdapter.make,
+    "diffusers_vae": VaeAdapter.make,
     "qwen3": Qwen3Adapter.make,
     "qwen3_moe": Qwen3MoeAdapter.make,
     "llama": LlamaAdapter.make,
