@@ -19,7 +19,7 @@ def graph(*edges, frozen=()):
 def test_producers_come_before_consumers():
     g = graph(("llm_in", "llm"), ("vision", "llm_in"), ("audio", "llm"))
     assert g.order.index("vision") < g.order.index("llm_in") < g.order.index("llm") == 3
-    assert g.sink.name == "llm"
+    assert g.llm.name == "llm"
     assert [b.name for b in g.inputs("llm")] == ["llm_in->llm", "audio->llm"]
     assert [b.name for b in g.outputs("vision")] == ["vision->llm_in"]
 

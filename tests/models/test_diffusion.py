@@ -33,7 +33,7 @@ def drawer_request(path, **changes):
         "media_shape": (1, 8, 8),
         "in_features": CONDITION,
         "placeholders": {"llm": "image_out", "vae": None},
-        "encoders": {"vae": SimpleNamespace(out_features=4, item_rows=lambda shape: 16)},
+        "encoders": {"vae": SimpleNamespace(in_features=None, out_features=4, item_rows=lambda shape: 16)},
         "pretrained": Pretrained(path, "modules.drawer.initial_load_path"),
     }
     return AdapterRequest(**{**given, **changes})
@@ -75,8 +75,8 @@ def own_call(name, model, noisy, rows, sigma):
 
 def test_velocities_are_those_of_diffusers_own_transformer(drawer, tmp_path):
     adapter, module = drawer
-    assert adapter.abilities.draws
-    assert (adapter.item_rows((1, 8, 8)), adapter.item_latents((1, 8, 8)), adapter.target_features) == (3, 16, 4)
+    assert adapter.abilities.draws == 4
+    assert (adapter.item_rows((1, 8, 8)), adapter.item_latents((1, 8, 8)), adapter.width) == (3, 16, 4)
     batch, inputs = drawn_call(2)
     found = adapter.forward(module, batch, inputs)
     name = adapter.model_class.__name__
@@ -135,7 +135,7 @@ def test_images_without_an_autoencoder_are_their_own_latents(tmp_path):
     path = tiny_diffusers.save("SD3Transformer2DModel", tmp_path, in_channels=1, out_channels=1)
     alone = {"placeholders": {"llm": "image_out"}, "encoders": {}}
     adapter = DiffusersAdapter.make(drawer_request(path, **alone))
-    assert (adapter.item_latents((1, 8, 8)), adapter.target_features) == (64, 1)
+    assert (adapter.item_latents((1, 8, 8)), adapter.width) == (64, 1)
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,15 @@ def flow_call(adapter, items, seed=1):
     """A batch of a number of random items, and the rows that it is read with."""
     torch.manual_seed(seed)
     images = torch.randn(items, *adapter.media_shape).double()
-    batch = adapter.collate(*samples_of(images)) if items else {"targets": torch.zeros(0, adapter.target_features)}
-    noise = torch.randn(items * adapter.latents, adapter.target_features).double()
+    batch = adapter.collate(*samples_of(images)) if items else {"targets": torch.zeros(0, adapter.width)}
+    noise = torch.randn(items * adapter.latents, adapter.width).double()
     batch |= {"noise": noise, "time": torch.rand(items).double()}
     return batch, {ROWS: torch.randn(items * adapter.queries, adapter.in_features).double().requires_grad_()}
 
 
 def test_flow_reads_rows_and_patches_and_predicts_the_velocity():
     adapter = FlowAdapter.make(flow_request())
-    assert (adapter.item_rows((2, 8, 8)), adapter.item_latents((2, 8, 8)), adapter.target_features) == (3, 4, 32)
+    assert (adapter.item_rows((2, 8, 8)), adapter.item_latents((2, 8, 8)), adapter.width) == (3, 4, 32)
     images = torch.arange(2 * 2 * 64.0).view(2, 2, 8, 8)
     targets = adapter.collate(*samples_of(images))["targets"]
     assert torch.equal(targets[5].view(2, 4, 4), images[1, :, :4, 4:])  # the second patch of the second image
@@ -94,7 +94,7 @@ def test_stages_of_flow_equal_the_whole(items):
     for layers in (("embed",), ("blocks.0",), ("blocks.1", "head")):
         found = adapter.forward(view(module, adapter.layers(), layers), of_stage, given)
         if layers[-1] != "head":
-            per_item = adapter.activation.per_item
+            per_item = adapter.computed_rows((2, 8, 8)) + adapter.activation.per_item
             assert found.shape == (items * per_item, adapter.activation.features)
         given, of_stage = {PREVIOUS: found}, {}
     assert torch.equal(found[""], whole[""])
@@ -115,11 +115,11 @@ def test_every_gradient_of_flow_is_there_from_the_first_step():
 
 
 def test_latents_of_an_encoder_are_the_targets():
-    encoder = SimpleNamespace(out_features=6, item_rows=lambda shape: 4)
+    encoder = SimpleNamespace(in_features=None, out_features=6, item_rows=lambda shape: 4)
     place = {"placeholders": {"llm": "image_out", "vae": None}, "config": {**CONFIG, "patch_size": 1}}
     assert FlowAdapter.make(flow_request(encoders={"vae": None}, **place)) is None
     adapter = FlowAdapter.make(flow_request(encoders={"vae": encoder}, **place))
-    assert (adapter.target_features, adapter.item_latents((2, 8, 8))) == (6, 4)
+    assert (adapter.width, adapter.item_latents((2, 8, 8))) == (6, 4)
     assert adapter.collate(*samples_of(torch.randn(2, 2, 8, 8))) == {}
     latents, noise = torch.randn(2, 8, 6).double()
     inputs = {ROWS: torch.randn(6, 5).double(), "vae": latents}
@@ -183,7 +183,7 @@ def head_request(**changes):
 
 def test_an_mlp_without_consumers_predicts_the_rows_of_tensors():
     adapter = MlpAdapter.make(head_request())
-    assert (adapter.out_features, adapter.target_features, adapter.in_features) == (None, 3, 5)
+    assert (adapter.out_features, adapter.width, adapter.in_features) == (None, 3, 5)
     assert [adapter.item_rows(shape) for shape in ((3,), (4, 3), (2, 4, 3))] == [1, 4, 8]
     assert adapter.item_latents((4, 3)) == 4
     items = [torch.randn(3), torch.randn(4, 3)]

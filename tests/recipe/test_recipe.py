@@ -63,7 +63,7 @@ def test_the_example_of_the_design_parses():
     recipe = parse_recipe(DESIGN)
     assert recipe.modules["llm"].lr == 2e-3
     assert recipe.modules["vision"].config == {"hidden_size": 64, "num_hidden_layers": 2}
-    assert (recipe.sink, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
+    assert (recipe.llm, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
     assert recipe.wiring.media == {"vision": "image", "projector": None, "llm": None}
     assert (recipe.training.steps, recipe.optimizer.name, recipe.debug.seed) == (800, "AdamW", 0)
 

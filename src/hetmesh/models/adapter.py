@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hetmesh.graph.module_graph import Activation
+from hetmesh.graph.module_graph import Activation, LossSpec
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.weights.pretrained import Names, Pretrained
@@ -83,15 +83,14 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
-        draws: for a module after the LLM: its loss needs noise. Its batch then also has, drawn per sample and alike in
-            every layout, `noise`, standard normal `[rows of targets, target_features]`, and `time`, uniform in (0, 1),
-            `[items]`; float32, for a module in float64 that.
-        sample: for such a module: from the module, the LLM's rows of one item `[item_rows, in_features]`, the raw shape
-            of the item, noise `[item_latents, target_features]` and a number of steps: the item of that shape, or,
-            where latents come from an encoder, these, `[item_latents, target_features]`, for the encoder's `decode`.
+        draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets. Its
+            batch then has `noise`, standard normal `[latents, draws]`, and `time`, uniform in [0, 1), `[items]`, drawn
+            per sample, so alike in every layout.
+        sample: for such a module: one item from `(module, hidden states [rows, in_features], raw shape, noise [latents,
+            draws], steps)`; where its targets are an encoder's rows, these, for the encoder's `decode`.
         sampling_steps: how many steps `sample` takes unless it is told otherwise.
-        decode: for an encoder whose rows a generator can make: from the module, the rows of one item
-            `[rows, out_features]` and its raw shape: the item.
+        decode: for an encoder whose rows a module after the LLM makes: the item from `(module, rows [n, out_features],
+            raw shape)`.
         saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
@@ -121,7 +120,7 @@ class Abilities:
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
     gathered_whole: bool = False
-    draws: bool = False
+    draws: int = 0
     sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
     sampling_steps: int = 0
     decode: Callable[[nn.Module, Tensor, tuple[int, ...]], Tensor] | None = None
@@ -155,7 +154,7 @@ class Adapter(Protocol):
 
     @property
     def out_features(self) -> int | None:
-        """Width of the rows it emits; None for the sink."""
+        """Width of the rows it emits; None for the LLM."""
 
     @property
     def checkpoint_names(self) -> tuple[Names, ...]:
@@ -183,14 +182,17 @@ class Adapter(Protocol):
         `num_key_value_heads` it may be a multiple where the plan has `KeyHeads`."""
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
-        """The number of rows of a media item of raw shape `shape`: those that an encoder makes of it, or that a module
-        after the LLM reads for it; raises SampleError if it cannot read or make such an item."""
-
-    def item_latents(self, shape: tuple[int, ...]) -> int:
-        """Module after the LLM: the rows of targets of an item of raw shape `shape`; raises SampleError likewise."""
+        """Encoder: the number of rows of a media item of raw shape `shape`; raises SampleError if it cannot read it."""
 
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows of its targets for a media item of raw shape `shape`, of which `item_rows` says
+        how many hidden states of the LLM it reads."""
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows that go through its blocks for such an item."""
 
     def collate(
         self,
@@ -207,18 +209,13 @@ class Adapter(Protocol):
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
-        rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
+        rows `[n, out_features]`, in sample order then position order; from the LLM, logits `[num_targets, vocab]` in
         the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`. A module
-        after the LLM returns its prediction `[rows of targets, target_features]` as `""`, and as `"target"` what the
-        loss compares it with, if that is not `batch["targets"]`."""
+        with targets returns what it predicts of them, or that as `""` and, as `"target"`, what it is compared with."""
 
 
 class AdapterDefaults:
     """What most adapters do alike: base of the ready-made ones."""
-
-    @property
-    def target_features(self) -> int:
-        return 0
 
     def tensor_parallel_plan(self) -> Mapping[str, Any]:
         return {}
@@ -229,11 +226,14 @@ class AdapterDefaults:
     def item_rows(self, shape: tuple[int, ...]) -> int:
         raise NotImplementedError(f"{type(self).__name__} reads no media")
 
+    def rows(self, incoming: int) -> int:
+        return incoming
+
     def item_latents(self, shape: tuple[int, ...]) -> int:
         raise NotImplementedError(f"{type(self).__name__} makes no media")
 
-    def rows(self, incoming: int) -> int:
-        return incoming
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        return self.item_latents(shape)
 
     def collate(
         self,
@@ -252,15 +252,17 @@ class AdapterRequest:
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
-        media: the kind of media it reads (encoders), or that its targets are made of (modules after the LLM).
+        media: the kind of media it reads (encoders), or has its targets from (modules after the LLM).
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
         in_features: width of the incoming rows, None until the producer is resolved (or without one).
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
-        encoders: of a module after the LLM, the encoders that feed it directly, whose rows are its targets; None
-            instead of one that is not resolved yet.
+        encoders: of a module after the LLM, the modules that feed it directly and do not come after the LLM, so that
+            their rows are its targets; None instead of one that is not resolved yet.
+        hidden: of an LLM, the hidden states that modules after it read, by output: the placeholder, and the layer.
+        loss: what its last stage computes; None: nothing, or, of an LLM, what it does by itself.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.
@@ -276,6 +278,8 @@ class AdapterRequest:
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
     encoders: Mapping[str, Adapter | None] = field(default_factory=lambda: MappingProxyType({}))
+    hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
+    loss: LossSpec | None = None
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None
@@ -283,12 +287,12 @@ class AdapterRequest:
 
     @property
     def sources(self) -> dict[str, str]:
-        """`placeholders` of a sink, where each producer has one."""
+        """`placeholders` of an LLM, where each producer has one."""
         return {source: at for source, at in self.placeholders.items() if at is not None}
 
     @property
     def generates(self) -> bool:
-        """Whether it comes after the LLM and has a loss of its own: it reads rows, and media are its targets."""
+        """Whether it is the last module after the LLM: it reads rows, and media are its targets."""
         return self.media is not None and bool(self.placeholders) and not self.consumers
 
     @property

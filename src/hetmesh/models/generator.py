@@ -28,7 +28,7 @@ class Noised:
 
     Attributes:
         items: how many items there are.
-        noisy, velocity: `[n, latents, target_features]`.
+        noisy, velocity: `[n, latents, width]`, of the adapter's sizes.
         rows: of the LLM, `[n, queries, in_features]`.
         time: `[n]`.
     """
@@ -69,19 +69,15 @@ class GeneratorAdapter(AdapterDefaults):
     checkpoint_unused: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def target_features(self) -> int:
-        return self.width
-
-    @property
     def abilities(self) -> Abilities:
-        return Abilities(draws=True, sample=self.sample, sampling_steps=self.steps)
+        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps)
 
     def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
-        """The predicted velocities of n > 0 items, `[n, latents, target_features]`. Arguments: as in `Noised`."""
+        """The predicted velocities of n > 0 items, `[n, latents, width]`. Arguments: as in `Noised`."""
         raise NotImplementedError
 
     def to_latents(self, items: Tensor) -> Tensor:
-        """Items `[n, *media_shape]` -> targets `[n, latents, target_features]`."""
+        """Items `[n, *media_shape]` -> targets `[n, latents, width]`."""
         raise NotImplementedError
 
     def to_items(self, latents: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ class GeneratorAdapter(AdapterDefaults):
             )
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
-        """`targets`: `[rows of targets, target_features]`; nothing where an encoder makes them."""
+        """`targets`: `[rows of targets, width]`; nothing where an encoder makes them."""
         if self.encoder is not None:
             return {}
         items = collate_media(samples, metas, self.media, self.media_shape)["media"]
@@ -173,5 +169,9 @@ def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | Non
     place: dict[str, Any] = {"name": request.name, "in_features": request.in_features, "media": request.media}
     for name, encoder in request.encoders.items():
         assert encoder is not None
+        if encoder.in_features is not None:
+            raise RecipeError(
+                f"{request.key}: {model} takes targets from an encoder, and {name!r} is none: it reads rows"
+            )
         place |= {"encoder": name, "latents": encoder.item_rows(shape), "width": encoder.out_features}
     return {**place, "media_shape": tuple(shape)}

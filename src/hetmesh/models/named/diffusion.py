@@ -170,7 +170,7 @@ class DiffusersAdapter(GeneratorAdapter):
         return -self.against_sigma(module, noisy, rows, 1 - time)
 
     def against_sigma(self, module: nn.Module, noisy: Tensor, rows: Tensor, sigma: Tensor) -> Tensor:
-        """What the transformer predicts, `[n, latents, target_features]`; the second half of outputs twice as wide,
+        """What the transformer predicts, `[n, latents, width]`; the second half of outputs twice as wide,
         learned variances, is left out, as in diffusers' pipelines."""
         parameters = inspect.signature(self.model_class.forward).parameters
         (height, width), latents = self.grid, self.to_items(noisy.to(rows.dtype))

@@ -186,8 +186,10 @@ class FlowAdapter(GeneratorAdapter):
     @property
     def activation(self) -> Activation:
         """Between layers, beside the tokens, the velocities pass in columns of their own."""
-        rows = 1 + self.queries + self.latents
-        return Activation(self.config.hidden_size + self.width, per_row=0, per_item=rows)
+        return Activation(self.config.hidden_size + self.width, per_item=1)
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        return self.item_rows(shape) + self.latents
 
     @property
     def abilities(self) -> Abilities:
@@ -226,18 +228,18 @@ class FlowAdapter(GeneratorAdapter):
     def forward(
         self, module: Any, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        width, per_item = self.config.hidden_size, self.activation.per_item
+        width = self.config.hidden_size
         if PREVIOUS not in inputs:
             given = self.noised(batch, inputs)
             n, state, velocity = given.items, module.embed(given.noisy, given.rows, given.time), given.velocity
         else:
-            passed = inputs[PREVIOUS].view(-1, per_item, self.activation.features)
+            passed = inputs[PREVIOUS].view(-1, 1 + self.queries + self.latents, self.activation.features)
             n = len(passed)
             if n == 0:
                 passed = torch.cat([passed, passed.new_zeros(1, *passed.shape[1:])])
             state, velocity = passed[..., :width], passed[:, -self.latents :, width:]
         output = module.run(state)
         if is_absent(module.head):
-            kept = pad(velocity.to(output.dtype), (0, 0, per_item - self.latents, 0))
+            kept = pad(velocity.to(output.dtype), (0, 0, 1 + self.queries, 0))
             return torch.cat([output, kept], -1)[:n].flatten(0, 1)
         return {"": output[:n].flatten(0, 1), "target": velocity[:n].flatten(0, 1)}

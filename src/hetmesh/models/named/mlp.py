@@ -33,11 +33,12 @@ class Mlp(nn.Module):
 
 @dataclass(frozen=True)
 class MlpAdapter(AdapterDefaults):
-    """A row-wise projector between two widths."""
+    """A row-wise projector between two widths; the second, `width`, is that of its rows if it has consumers."""
 
     in_features: int
     hidden_features: int
     out_features: int | None
+    width: int
     checkpoint_names: ClassVar = prefixes("", "multi_modal_projector.", "model.multi_modal_projector.")
     checkpoint_unused: ClassVar = ()
     abilities: ClassVar = NONE
@@ -61,17 +62,14 @@ class MlpAdapter(AdapterDefaults):
         if in_features is None or out_features is None:
             return None
         hidden = request.config.get("hidden_features", out_features)
-        widths = (
-            positive_int(request, "in_features", in_features),
-            positive_int(request, "hidden_features", hidden),
-            positive_int(request, "out_features", out_features),
-        )
-        if request.media is not None and request.generates:
-            return RegressionHead(*widths[:2], None, request.name, request.media, widths[2])
-        return cls(*widths)
+        inner = positive_int(request, "in_features", in_features), positive_int(request, "hidden_features", hidden)
+        width = positive_int(request, "out_features", out_features)
+        if request.generates:
+            return RegressionHead(*inner, None, width, request.name, request.media or "")
+        return cls(*inner, width, width)
 
     def build(self) -> nn.Module:
-        return Mlp(self.in_features, self.hidden_features, self.out_features or self.target_features)
+        return Mlp(self.in_features, self.hidden_features, self.width)
 
     def layers(self) -> tuple[str, ...]:
         return ("linear_1", "linear_2")
@@ -90,11 +88,6 @@ class RegressionHead(MlpAdapter):
 
     name: str
     media: str
-    width: int
-
-    @property
-    def target_features(self) -> int:
-        return self.width
 
     def item_rows(self, shape: tuple[int, ...]) -> int:
         if not shape or shape[-1] != self.width:
