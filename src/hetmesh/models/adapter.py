@@ -38,6 +38,21 @@ ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
+class SavedAs:
+    """How a library other than transformers reads a module from a directory.
+
+    Attributes:
+        config: of config.json.
+        loads_with: the class that reads it; empty where only hetmesh does.
+        file_name: of the weights, without their number and ending.
+    """
+
+    config: Mapping[str, Any]
+    loads_with: str = ""
+    file_name: str = "model"
+
+
+@dataclass(frozen=True)
 class Abilities:
     """What only some models can do. All of it is absent by default, and a recipe that needs it is refused.
 
@@ -68,9 +83,15 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
-        draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets.
+        draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets. Its
+            batch then has `noise`, standard normal `[latents, draws]`, and `time`, uniform in [0, 1), `[items]`, drawn
+            per sample, so alike in every layout.
         sample: for such a module: one item from `(module, hidden states [rows, in_features], raw shape, noise [latents,
-            draws], steps)`.
+            draws], steps)`; where its targets are an encoder's rows, these, for the encoder's `decode`.
+        sampling_steps: how many steps `sample` takes unless it is told otherwise.
+        decode: for an encoder whose rows a module after the LLM makes: the item from `(module, rows [n, out_features],
+            raw shape)`.
+        saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
@@ -101,6 +122,9 @@ class Abilities:
     gathered_whole: bool = False
     draws: int = 0
     sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
+    sampling_steps: int = 0
+    decode: Callable[[nn.Module, Tensor, tuple[int, ...]], Tensor] | None = None
+    saved_as: SavedAs | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -186,7 +210,8 @@ class Adapter(Protocol):
     ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
         rows `[n, out_features]`, in sample order then position order; from the LLM, logits `[num_targets, vocab]` in
-        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
+        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`. A module
+        with targets returns what it predicts of them, or that as `""` and, as `"target"`, what it is compared with."""
 
 
 class AdapterDefaults:
@@ -234,6 +259,8 @@ class AdapterRequest:
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
+        encoders: of a module after the LLM, the modules that feed it directly and do not come after the LLM, so that
+            their rows are its targets; None instead of one that is not resolved yet.
         hidden: of an LLM, the hidden states that modules after it read, by output: the placeholder, and the layer.
         loss: what its last stage computes; None: nothing, or, of an LLM, what it does by itself.
         pretrained: the directory that its weights come from, None for random ones.
@@ -250,6 +277,7 @@ class AdapterRequest:
     out_features: int | None = None
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
+    encoders: Mapping[str, Adapter | None] = field(default_factory=lambda: MappingProxyType({}))
     hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
     loss: LossSpec | None = None
     model: str = ""
@@ -261,6 +289,11 @@ class AdapterRequest:
     def sources(self) -> dict[str, str]:
         """`placeholders` of an LLM, where each producer has one."""
         return {source: at for source, at in self.placeholders.items() if at is not None}
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is the last module after the LLM: it reads rows, and media are its targets."""
+        return self.media is not None and bool(self.placeholders) and not self.consumers
 
     @property
     def key(self) -> str:

@@ -9,6 +9,8 @@ from hetmesh.errors import RecipeError, Refusals
 from hetmesh.graph import BoundarySpec, LossSpec
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.named.clip import ClipAdapter
+from hetmesh.models.named.diffusion import DiffusersAdapter, VaeAdapter
+from hetmesh.models.named.flow import FlowAdapter
 from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.models.named.qwen3 import Qwen3Adapter
@@ -30,6 +32,9 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "clip": ClipAdapter.make,
     "whisper": WhisperAdapter.make,
     "mlp": MlpAdapter.make,
+    "flow": FlowAdapter.make,
+    "diffusers": DiffusersAdapter.make,
+    "diffusers_vae": VaeAdapter.make,
     "qwen3": Qwen3Adapter.make,
     "qwen3_moe": Qwen3MoeAdapter.make,
     "llama": LlamaAdapter.make,
@@ -67,11 +72,18 @@ def make_adapters(
     """
     made: dict[str, Adapter] = {}
     refusals, refused = Refusals(), set[str]()
+    after = {b.destination for b in boundaries if b.output}  # the LLM's outputs have names
+    for _ in boundaries:
+        after |= {b.destination for b in boundaries if b.source in after}
+
+    def encodes(b: BoundarySpec) -> bool:
+        """Whether rows are the targets of a module after the LLM."""
+        return b.destination in after and not b.output and b.source not in after
 
     def request(name: str) -> AdapterRequest:
         into = [b for b in boundaries if b.destination == name]
         out_of = [b for b in boundaries if b.source == name]
-        emitted = [_emitted(made[b.source]) for b in into if b.source in made]
+        emitted = [_emitted(made[b.source]) for b in into if b.source in made and not encodes(b)]
         consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
         return AdapterRequest(
             name=name,
@@ -82,8 +94,9 @@ def make_adapters(
             vocab_size=vocab_size,
             in_features=next(iter(emitted), None),  # where neighbours differ, the check across boundaries names them
             out_features=next(iter(consumed), None),
-            placeholders={b.source: b.at for b in into if b.output == ""},
+            placeholders={b.source: None if b.output else b.at for b in into},
             consumers=tuple(b.destination for b in out_of),
+            encoders={b.source: made.get(b.source) for b in into if encodes(b)},
             hidden={b.output: (b.at, b.layer) for b in out_of if b.output and b.at is not None},
             loss=(losses or {}).get(name),
             pretrained=pretrained_of(name, modules[name]),
@@ -117,7 +130,7 @@ def make_adapters(
             refusals.add(f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it")
             continue
         emitted, consumed = _emitted(made[b.source]), made[b.destination].in_features
-        if emitted != consumed:
+        if emitted != consumed and not encodes(b):
             refusals.add(
                 f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
                 f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
