@@ -30,8 +30,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
 
     Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a stack of
     convolutions the last gives one output per row, each earlier one as many as the later strides cover. Attention is
-    recognised by its `q_proj` or `to_q`, whose output is as wide as all query heads, by one `qkv` for all three, or as an
-    `nn.MultiheadAttention`; of others the linear layers count. `plan`: for tensor parallelism; None: the adapter's.
+    recognised by its `q_proj` or `to_q`, whose output is as wide as all query heads, by one `qkv` for all three, or as
+    an `nn.MultiheadAttention`; of others the linear layers count. `plan`: for tensor parallelism; None: the adapter's.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     abilities = adapter.abilities
