@@ -233,6 +233,12 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
                 f'e.g. at = "image_out"; {llm!r}, the LLM, emits nothing else'
             )
         elif llm not in (b.source, b.destination) and b.at is not None and b.destination not in unnamed:
+            if llm in {out.destination for out in topology.outputs(b.destination)}:
+                refusals.add(
+                    f"modules.{llm}.loss is missing: {b.destination!r} reads tokens, as rows replace its {b.at!r}, and "
+                    f"{llm!r} is a module after it"
+                )
+                continue
             refusals.add(f"{key}: rows replace placeholders only in {llm!r}, but {b.name} ends elsewhere; leave it out")
         elif b.destination == llm and b.at is None:
             refusals.add(
