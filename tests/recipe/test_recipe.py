@@ -262,7 +262,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a module after the LLM": (
         "[parallelism.vision]",
         '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
-        "'head', after which no module comes, must be the LLM: modules after it are not supported",
+        "boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = \"image\"; "
+        "'head' is the LLM, as no module follows it and it has no loss of its own",
     ),
     "at misplaced": (
         'to = "projector"',
@@ -427,7 +428,7 @@ def test_harmless_values_of_keys_to_come_are_accepted():
 
 def test_the_keys_table_matches_the_recipe():
     assert set(SECTIONS) == set(Recipe.model_fields) - {"without_effect"}
-    assert valid_keys("boundaries") == ("from", "to", "at")
+    assert valid_keys("boundaries") == ("from", "to", "at", "layer")
     for model in SECTIONS.values():
         assert issubclass(model, BaseModel)
         assert model.model_config.get("frozen")

@@ -126,6 +126,9 @@ def make_adapters(
             "give in_features and out_features in its config"
         )
     for b in boundaries:
+        if made[b.source].out_features is None and not b.output:
+            refusals.add(f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it")
+            continue
         emitted, consumed = _emitted(made[b.source]), made[b.destination].in_features
         if emitted != consumed and not encodes(b):
             refusals.add(

@@ -18,8 +18,9 @@ from hetmesh.resolve.named_loss import named_loss
 
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """A custom loss of the LLM: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in
-which `batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its sample
--> the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every microbatch.
+which `batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its
+sample -> the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every
+microbatch.
 Of another module: what its last stage returns `[rows, features]`, and the batch of that module, in which
 `batch["targets"]` are what it is to be compared with, where the module has targets."""
 
