@@ -80,7 +80,9 @@ CASES = {
     "flow, TP 2": case(FLOW, table("llm", "0-1"), table("drawer", "0-1", tp=2)),
     "flow, PP 2": case(FLOW, table("llm", "0-1", tp=2), table("drawer", "0-1", pp=2)),
     "regression head, TP 2": case(HEAD, table("llm", "0"), table("head", "0-1", tp=2)),
-    "both": case(FLOW, HEAD, table("llm", "0"), table("drawer", "1"), table("head", "0-1")),
+    "both": case(
+        FLOW.replace("queries = 3", "queries = 8"), HEAD, table("llm", "0"), table("drawer", "1"), table("head", "0-1")
+    ),
 }
 
 

@@ -262,7 +262,7 @@ class VaeAdapter(EncoderAdapter):
 
     def latents(self, module: Any, media: Tensor) -> Tensor:
         """`[n, channels, height, width]`."""
-        found = module.encode(media, return_dict=False)[0]
+        found = module.encode(media.to(next(module.parameters()).dtype), return_dict=False)[0]
         found = found if isinstance(found, Tensor) else found.mode()
         return (found - self._shift) * self._scale
 
