@@ -14,6 +14,7 @@ from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, AdapterDefaults, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
+from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.sequence_parallel import ShardedTokens
@@ -159,6 +160,60 @@ class UserItemsEncoder(UserAdapter):
         item = as_parameters(module, torch.zeros(self.blank, device=device))
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):
             return self.checked(module, module([item]), self.item_rows(tuple(item.shape)), 1)[:0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserTargets(GeneratorAdapter):
+    """What a user's module after the LLM reads, and what it predicts: the rows of an item along its last dim, or those
+    that an encoder makes of it. `flows`: it gets noisy ones and the time, too, and predicts velocities."""
+
+    flows: bool = False
+
+    def to_latents(self, items: Tensor) -> Tensor:
+        return items.reshape(len(items), self.latents, self.width)
+
+    def to_items(self, latents: Tensor) -> Tensor:
+        return latents.reshape(-1, *self.media_shape)
+
+    def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
+        return self.checked(module(rows, as_parameters(module, noisy), as_parameters(module, time)), noisy.shape)
+
+    def checked(self, output: Any, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(output, Tensor) or output.shape != shape:
+            given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise BoundaryError(f"module {self.name!r} must return a prediction of shape {tuple(shape)}, got {given}")
+        return output
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Any:
+        if self.flows:
+            return super().forward(module, batch, inputs)
+        n, rows, data = self.read(batch, inputs)
+        output = self.checked(module(rows), data.shape)
+        return {"": output[:n].flatten(0, 1), "target": data[:n].flatten(0, 1)}
+
+
+@dataclass(frozen=True)
+class UserGenerator(UserAdapter):
+    """A user's module after the LLM, with a loss of its own."""
+
+    targets: UserTargets | None = None
+
+    @property
+    def of(self) -> UserTargets:
+        assert self.targets is not None
+        return self.targets
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        return self.of.item_rows(shape)
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        return self.of.item_latents(shape)
+
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
+        return self.of.collate(samples, metas, **how)
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Any:
+        return self.of.forward(module, batch, inputs)
 
 
 @dataclass(frozen=True)
