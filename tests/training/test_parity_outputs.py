@@ -4,7 +4,7 @@ import pytest
 
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
-from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.parity import compare, reference, run
 
 READER = """
 [modules.vision]
