@@ -157,8 +157,8 @@ def test_sampling_gives_the_image_that_was_trained_on():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {**CONFIG, "patch_size": 3}}, r"config.patch_size: must divide the images' 8, got 3"),
-        ({"config": {**CONFIG, "num_attention_heads": 3}}, r"num_attention_heads: must divide hidden_size = 16, got 3"),
+        ({"config": {**CONFIG, "patch_size": 3}}, r"config.patch_size: must divide 8, got 3"),
+        ({"config": {**CONFIG, "num_attention_heads": 3}}, r"num_attention_heads: must divide 16, got 3"),
         ({"config": {**CONFIG, "queries": 0}}, r"config.queries: must be a positive integer, got 0"),
         ({"config": {**CONFIG, "image_size": 9}}, r"config.image_size: is 8 here, got 9"),
         ({"config": {**CONFIG, "heads": 3}}, r"config.heads: unknown key"),

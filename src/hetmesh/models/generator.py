@@ -22,28 +22,6 @@ from hetmesh.models.weights.pretrained import Names, prefixes
 from hetmesh.parallel.stage_views import PREVIOUS
 
 
-@dataclass(frozen=True)
-class Noised:
-    """What a flow-matching module reads of n items, or of a blank one if there is none.
-
-    Attributes:
-        items: how many items there are.
-        noisy, velocity: `[n, latents, width]`, of the adapter's sizes.
-        rows: of the LLM, `[n, queries, in_features]`.
-        time: `[n]`.
-    """
-
-    items: int
-    noisy: Tensor
-    velocity: Tensor
-    rows: Tensor
-    time: Tensor
-
-    def result(self, predicted: Tensor) -> dict[str, Tensor]:
-        """What `Adapter.forward` returns for the velocities that the module predicts, of the shape of `velocity`."""
-        return {key: full[: self.items].flatten(0, 1) for key, full in (("", predicted), ("target", self.velocity))}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GeneratorAdapter(AdapterDefaults):
     """Base of the adapters of flow-matching modules whose items have one shape.
@@ -68,12 +46,13 @@ class GeneratorAdapter(AdapterDefaults):
     checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
     checkpoint_unused: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps)
+    def of_flow(self, **more: Any) -> Abilities:
+        """Its abilities, and more."""
+        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps, **more)
 
     def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
-        """The predicted velocities of n > 0 items, `[n, latents, width]`. Arguments: as in `Noised`."""
+        """The predicted velocities of n > 0 items, `[n, latents, width]` as `noisy` is; rows of the LLM
+        `[n, queries, in_features]`, times `[n]`."""
         raise NotImplementedError
 
     def to_latents(self, items: Tensor) -> Tensor:
@@ -124,20 +103,26 @@ class GeneratorAdapter(AdapterDefaults):
             )
         return n, rows.view(-1, self.queries, self.in_features), data.view(-1, self.latents, self.width)
 
-    def noised(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Noised:
-        """What the module reads; errors as of `read`."""
+    def noised(
+        self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[int, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """How many items there are, their true velocities, and the arguments of `velocity`; see `read`."""
         n, rows, data = self.read(batch, inputs)
         noise, time = batch["noise"].view(-1, self.latents, self.width), batch["time"]
         if n == 0:
             noise, time = noise.new_zeros(1, *noise.shape[1:]), time.new_zeros(1)
         data, at = data.to(noise.dtype), time[:, None, None]
-        return Noised(n, (1 - at) * noise + at * data, data - noise, rows, time)
+        return n, data - noise, ((1 - at) * noise + at * data, rows, time)
+
+    def result(self, n: int, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """What `forward` returns for n items, of tensors `[n, latents, width]`, or of a blank one for none."""
+        return {"": predicted[:n].flatten(0, 1), "target": target[:n].flatten(0, 1)}
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        given = self.noised(batch, inputs)
-        return given.result(self.velocity(module, given.noisy, given.rows, given.time))
+        n, target, given = self.noised(batch, inputs)
+        return self.result(n, self.velocity(module, *given), target)
 
     def sample(self, module: nn.Module, rows: Tensor, shape: tuple[int, ...], noise: Tensor, steps: int) -> Tensor:
         """One item, see `Abilities.sample`."""

@@ -163,11 +163,11 @@ class UserItemsEncoder(UserAdapter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserTargets(GeneratorAdapter):
-    """What a user's module after the LLM reads, and what it predicts: the rows of an item along its last dim, or those
-    that an encoder makes of it. `flows`: it gets noisy ones and the time, too, and predicts velocities."""
+class UserGenerator(GeneratorAdapter, UserAdapter):  # type: ignore[misc]
+    """A user's module after the LLM, which predicts the rows of an item along its last dim, or those that an encoder
+    makes of it. `flows`: it gets noisy ones and the time, too, and predicts velocities."""
 
-    flows: bool = False
+    flows: bool
 
     def to_latents(self, items: Tensor) -> Tensor:
         return items.reshape(len(items), self.latents, self.width)
@@ -176,44 +176,20 @@ class UserTargets(GeneratorAdapter):
         return latents.reshape(-1, *self.media_shape)
 
     def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
-        return self.checked(module(rows, as_parameters(module, noisy), as_parameters(module, time)), noisy.shape)
+        return self.predicted(module(rows, as_parameters(module, noisy), as_parameters(module, time)), len(rows))
 
-    def checked(self, output: Any, shape: tuple[int, ...]) -> Tensor:
-        if not isinstance(output, Tensor) or output.shape != shape:
+    def predicted(self, output: Any, n: int) -> Tensor:
+        want = n, self.latents, self.width
+        if not isinstance(output, Tensor) or output.shape != want:
             given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise BoundaryError(f"module {self.name!r} must return a prediction of shape {tuple(shape)}, got {given}")
+            raise BoundaryError(f"module {self.name!r} must return a prediction of shape {want}, got {given}")
         return output
 
     def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Any:
         if self.flows:
             return super().forward(module, batch, inputs)
         n, rows, data = self.read(batch, inputs)
-        output = self.checked(module(rows), data.shape)
-        return {"": output[:n].flatten(0, 1), "target": data[:n].flatten(0, 1)}
-
-
-@dataclass(frozen=True)
-class UserGenerator(UserAdapter):
-    """A user's module after the LLM, with a loss of its own."""
-
-    targets: UserTargets | None = None
-
-    @property
-    def of(self) -> UserTargets:
-        assert self.targets is not None
-        return self.targets
-
-    def item_rows(self, shape: tuple[int, ...]) -> int:
-        return self.of.item_rows(shape)
-
-    def item_latents(self, shape: tuple[int, ...]) -> int:
-        return self.of.item_latents(shape)
-
-    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
-        return self.of.collate(samples, metas, **how)
-
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Any:
-        return self.of.forward(module, batch, inputs)
+        return self.result(n, self.predicted(module(rows), len(rows)), data)
 
 
 @dataclass(frozen=True)

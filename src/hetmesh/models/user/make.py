@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from hetmesh._own_code import import_named
 from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
-from hetmesh.models.adapter import NONE, Abilities, Adapter, AdapterRequest
+from hetmesh.models.adapter import Abilities, Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
 from hetmesh.models.generator import generator_place
 from hetmesh.models.user.adapters import (
@@ -28,7 +28,6 @@ from hetmesh.models.user.adapters import (
     UserGenerator,
     UserItemsEncoder,
     UserSink,
-    UserTargets,
     sharded_layers,
 )
 from hetmesh.models.user.layer_probes import enters_layers_once, first_layers
@@ -150,9 +149,10 @@ def _generator(
     flows = getattr(example, "flows", False)
     if not isinstance(flows, bool):
         raise _error(request, example, "flows", flows, "must be True or False")
-    targets = UserTargets(**place, steps=getattr(example, "sampling_steps", UserTargets.steps), flows=flows)
-    common["abilities"] = replace(targets.abilities if flows else NONE, reasons=common["abilities"].reasons)
-    return UserGenerator(**common, in_features=targets.in_features, targets=targets)
+    common["abilities"] = Abilities(reasons=common["abilities"].reasons)
+    steps = getattr(example, "sampling_steps", UserGenerator.steps)
+    made = UserGenerator(**common | place, steps=steps, flows=flows)
+    return replace(made, abilities=made.of_flow(reasons=common["abilities"].reasons)) if flows else made
 
 
 def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: AdapterRequest) -> UserAdapter:

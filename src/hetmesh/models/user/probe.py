@@ -37,7 +37,6 @@ from hetmesh.models.user.adapters import (
     UserGenerator,
     UserItemsEncoder,
     UserSink,
-    UserTargets,
     sharded_layers,
 )
 from hetmesh.models.weights.build import build_module
@@ -185,7 +184,7 @@ def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call
     if isinstance(adapter, UserSink):
         count, call = 2, _language_calls(adapter, vocab_size, generator)
     elif isinstance(adapter, UserGenerator):
-        count, call = 3, _generator_calls(adapter.of, generator)
+        count, call = 3, _generator_calls(adapter, generator)
     else:
         kind, shape = "rows", tuple[int, ...]((adapter.in_features or 1,))
         if isinstance(adapter, UserItemsEncoder):
@@ -202,7 +201,7 @@ def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call
     return call(list(range(count))), [call([i]) for i in range(count)]
 
 
-def _generator_calls(of: UserTargets, generator: torch.Generator) -> Callable[[list[int]], Call]:
+def _generator_calls(of: UserGenerator, generator: torch.Generator) -> Callable[[list[int]], Call]:
     """Calls with some of three items."""
     sizes = {"rows": (of.queries, of.in_features), "targets": (of.latents, of.width), "noise": (of.latents, of.width)}
     given = {key: torch.randn(3, *size, generator=generator, dtype=torch.float64) for key, size in sizes.items()}
