@@ -48,7 +48,7 @@ def row_of(name: str, folder: Path) -> Mapping[str, str]:
     from support.can_do import can_do
 
     recipe = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, folder)))
-    return can_do(resolve(recipe).adapters, recipe.sink)
+    return can_do(resolve(recipe).adapters, recipe.llm)
 
 
 def table(rows: Mapping[str, Mapping[str, str]]) -> str:

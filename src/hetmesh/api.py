@@ -18,14 +18,14 @@ from hetmesh.resolve.refusals import check_run
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
 from hetmesh.training.job import Job
-from hetmesh.training.loss import CustomLoss, check_values
+from hetmesh.training.loss import CustomLosses, check_values, losses_of_recipe
 from hetmesh.training.stopping import OnStep
 from hetmesh.training.trainer import train_in
 from hetmesh.verify.self_check_process import compare_in_process, needs_self_check
 
 
 def train(
-    recipe: Recipe, *, loss: CustomLoss | None = None, on_step: OnStep | None = None, self_check: bool = True
+    recipe: Recipe, *, loss: CustomLosses | None = None, on_step: OnStep | None = None, self_check: bool = True
 ) -> dict[str, Any]:
     """Train what `recipe` describes; every rank of the job calls it (torchrun, or `hetmesh.launch`).
 
@@ -34,7 +34,9 @@ def train(
     Args:
         loss: `loss(logits, batch)` gets the logits `[targets, vocab]` of this rank's lane and microbatch and the batch
             of the LLM, and returns their SUM over `batch["targets"]`, a scalar: hetmesh divides once, by the targets of
-            the whole global batch. It runs on every rank that computes logits. None: cross-entropy.
+            the whole global batch. It runs on every rank that computes logits. Of several modules: by their names,
+            `loss={"llm": f, "drawer": g}`; `g(output, batch)` gets what the last stage of that module returns, and its
+            batch. None, and for modules left out: what the recipe says, of the LLM cross-entropy.
         on_step: `on_step(metrics)` is called on every rank after each step with a `StepMetrics` (`step`, `loss` and
             `grad_norm` of the whole batch, ...); the run ends after this step if it returns True on any rank.
         self_check: compare the modules with transformers' own forward, once for each directory of weights.
@@ -64,7 +66,7 @@ def run_recipe(recipe: Recipe, resolved: ResolvedRecipe | None = None) -> dict[s
 
 
 @contextmanager
-def open_job(recipe: Recipe, *, loss: CustomLoss | None = None, self_check: bool = True) -> Iterator[Job]:
+def open_job(recipe: Recipe, *, loss: CustomLosses | None = None, self_check: bool = True) -> Iterator[Job]:
     """The modules of `recipe` on their meshes, its data and schedules, for a custom loop with any optimizer:
 
         with hetmesh.open_job(recipe) as job:
@@ -96,8 +98,9 @@ def open_job(recipe: Recipe, *, loss: CustomLoss | None = None, self_check: bool
             _compare_once(recipe, world)
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe.debug.deterministic, world.device)
-        check_values(payloads.sources[TRAIN], loss)
-        job = Job.assemble(resolve(recipe, payloads.sources[TRAIN]), world, payloads, loss)
+        resolved = resolve(recipe, payloads.sources[TRAIN])
+        check_values(resolved.source, losses_of_recipe(recipe, resolved.graph, loss), recipe.llm)
+        job = Job.assemble(resolved, world, payloads, loss)
         try:
             yield job
         finally:

@@ -197,7 +197,7 @@ def evaluated(trainer: Trainer) -> tuple[Logits, float]:
                 shares = [None] * len(job.vocabulary.widths)
                 dist.all_gather_object(shares, logits, group=job.vocabulary.group)
                 logits = torch.cat(shares, -1)
-            samples = plan.samples_of(job.graph.sink.name, m, job.sink_lane)
+            samples = plan.samples_of(job.graph.llm.name, m, job.llm_lane)
             places = [(i, j) for i in samples for j in range(plan.samples[i].num_targets)]
             index = batch.get("target_index", torch.arange(len(logits))).tolist()
             found.update((places[k], row.clone()) for k, row in zip(index, logits, strict=True))
@@ -214,7 +214,7 @@ def by_transformers(model: Any, given: Recipe) -> tuple[Tensor, Tensor]:
     resolved = resolve(given)
     adapters, graph = resolved.adapters, resolved.graph
     encoders = {}
-    for b in graph.inputs(graph.sink.name):
+    for b in graph.inputs(graph.llm.name):
         before = [b.source, *(each.source for each in graph.inputs(b.source))]
         if b.at is not None:
             (encoders[b.at],) = (adapters[n] for n in before if isinstance(adapters[n], HfEncoderAdapter))
@@ -228,7 +228,7 @@ def by_transformers(model: Any, given: Recipe) -> tuple[Tensor, Tensor]:
 
 
 def whole_of(given: Recipe) -> WholeModel:
-    pretrained = pretrained_of(given.sink, given.modules[given.sink])
+    pretrained = pretrained_of(given.llm, given.modules[given.llm])
     assert pretrained is not None
     return whole_model(pretrained)
 

@@ -149,8 +149,9 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
         ),
         (
             {"vision": Module("x")},
-            r"unknown model 'x'\. Valid are: clip, hf_encoder, hf_llm, hf_projector, llama, mlp, qwen3, qwen3_moe, "
-            r"qwen3_vl_moe_text, qwen3_vl_text, qwen3_vl_vision, siglip, whisper, package\.module:Class$",
+            r"unknown model 'x'\. Valid are: clip, diffusers, diffusers_vae, flow, hf_encoder, hf_llm, hf_projector, "
+            r"llama, mlp, qwen3, qwen3_moe, qwen3_vl_moe_text, qwen3_vl_text, qwen3_vl_vision, siglip, whisper, "
+            r"package\.module:Class$",
         ),
         (
             {"vision": Module("siglip", {"hiden_size": 4})},
@@ -199,7 +200,7 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
             r"boundary projector->llm: 'projector' emits rows of width 9",
         ),
         ({"projector": Module("mlp", {"width": 9})}, r"modules\.projector\.config\.width: unknown key"),
-        ({"projector": Module("qwen3", LLM)}, r"an LLM emits logits, not rows, but \['llm'\] consume it"),
+        ({"projector": Module("qwen3", LLM)}, r"an LLM emits logits, not rows, but 'llm' consumes it"),
         ({"vision": Module("mlp")}, r"mlp maps rows to rows, so it needs exactly one boundary into it \(has 0\)"),
         ({"projector": Module("siglip", VISION)}, r"siglip reads media and emits rows"),
         ({"vision": Module("no_such_package:X")}, r"modules\.vision\.model: cannot import 'no_such_package:X'"),

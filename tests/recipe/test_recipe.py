@@ -63,7 +63,7 @@ def test_the_example_of_the_design_parses():
     recipe = parse_recipe(DESIGN)
     assert recipe.modules["llm"].lr == 2e-3
     assert recipe.modules["vision"].config == {"hidden_size": 64, "num_hidden_layers": 2}
-    assert (recipe.sink, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
+    assert (recipe.llm, recipe.world_size, recipe.lanes, recipe.schedule) == ("llm", 4, 1, "sequential")
     assert recipe.wiring.media == {"vision": "image", "projector": None, "llm": None}
     assert (recipe.training.steps, recipe.optimizer.name, recipe.debug.seed) == (800, "AdamW", 0)
 
@@ -262,7 +262,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a module after the LLM": (
         "[parallelism.vision]",
         '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
-        "'head', after which no module comes, must be the LLM: modules after it are not supported",
+        "boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = \"image\"; "
+        "'head' is the LLM, as no module follows it and it has no loss of its own",
     ),
     "at misplaced": (
         'to = "projector"',
@@ -427,7 +428,7 @@ def test_harmless_values_of_keys_to_come_are_accepted():
 
 def test_the_keys_table_matches_the_recipe():
     assert set(SECTIONS) == set(Recipe.model_fields) - {"without_effect"}
-    assert valid_keys("boundaries") == ("from", "to", "at")
+    assert valid_keys("boundaries") == ("from", "to", "at", "layer")
     for model in SECTIONS.values():
         assert issubclass(model, BaseModel)
         assert model.model_config.get("frozen")

@@ -139,7 +139,7 @@ def test_other_values_are_refused_with_what_to_write(key, value, says):
 def test_schedules_are_spelled_as_torchtitan_does_or_by_their_policy(written, policy):
     assert parse_recipe(MODULE + f"[parallelism]\npipeline_parallel_schedule = '{written}'").schedule == policy
     keys = f"[parallelism]\npipeline_parallel_schedule = 'bubble_fill'\nbubble_fill_schedule = '{written}'"
-    assert parse_recipe(MODULE + keys).sink_schedule == policy
+    assert parse_recipe(MODULE + keys).llm_schedule == policy
 
 
 @pytest.mark.parametrize(

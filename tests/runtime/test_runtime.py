@@ -65,7 +65,7 @@ def values(i):
 
 
 def make(world, ranks, modules=MODULES, load=values, policy=plan_batch):
-    """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the sink."""
+    """This rank's modules, and a function that runs one step. `source` feeds two modules, which feed the LLM."""
     meshes = {name: MeshSpec.make(ranks[name], dp_replicate=len(ranks[name])) for name in MODULES}
     options = ModuleOptions(parameter_dtype=torch.float64)
     specs = [ModuleSpec(name, mesh, features=WIDTH, options=options) for name, mesh in meshes.items()]
@@ -83,7 +83,7 @@ def make(world, ranks, modules=MODULES, load=values, policy=plan_batch):
         graph,
         {Stage(name): module for name, module in mine.items()},
         reducers={Stage(name): partial(reduce, name) for name in mine},
-        loss=lambda output, batch: output,
+        losses={"sink": lambda output, batch: output},
     )
     samples = [SampleMeta(f"s{i}", 4, targets=((3, 4),), rows=dict.fromkeys(MODULES, n)) for i, n in enumerate(ROWS)]
     plan = policy(graph, samples, 1)
@@ -115,7 +115,7 @@ def gradients(modules):
 
 def loss_and_gradients(rank, ranks, policy=plan_batch):
     mine, step = make(World.current(), ranks, policy=policy)
-    return step().item(), gradients(mine)
+    return step()["sink"].item(), gradients(mine)
 
 
 LAYOUTS = {
@@ -206,7 +206,7 @@ def test_rows_that_are_not_what_was_promised_name_action_and_boundary(world):
 
 
 def apart(graph, samples, size):
-    """The modules between go through two samples in another microbatch, and the sink through all in its second one."""
+    """The modules between go through two samples in another microbatch, and the LLM through all in its second one."""
     whole, two = (((0, 1, 2, 3, 4),),), (((0, 1, 4),), ((2, 3),))
     return BatchPlan(graph, tuple(samples), {"source": whole, "twice": two, "thrice": two, "sink": (((),), *whole)})
 

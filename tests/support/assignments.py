@@ -39,12 +39,12 @@ class RandomAssignment:
 
 @dataclass(frozen=True)
 class Deferred:
-    """The latter half of a microbatch goes through the sink one microbatch later than through the modules before it:
+    """The latter half of a microbatch goes through the LLM one microbatch later than through the modules before it:
     the shape of Entrain's deferral (arXiv 2605.27918).
 
     Attributes:
-        size: samples per microbatch of the modules before the sink, over all lanes.
-        split: give the modules before the sink two microbatches in place of one, what is kept and what is deferred, so
+        size: samples per microbatch of the modules before the LLM, over all lanes.
+        split: give the modules before the LLM two microbatches in place of one, what is kept and what is deferred, so
             that each has a backward of its own; otherwise their backward waits for both.
     """
 
@@ -59,9 +59,9 @@ class Deferred:
         last = len(slots) - 1
         halves[last] = (slots[last], [])
         before = [half for pair in halves for half in pair] if self.split else slots
-        sink = [kept + (halves[m - 1][1] if m else []) for m, (kept, _) in enumerate(halves)]
+        llm = [kept + (halves[m - 1][1] if m else []) for m, (kept, _) in enumerate(halves)]
         lanes = {
-            name: tuple(_deal(some, graph[name].num_lanes) for some in (sink if name == graph.sink.name else before))
+            name: tuple(_deal(some, graph[name].num_lanes) for some in (llm if name == graph.llm.name else before))
             for name in graph.order
         }
         return BatchPlan(graph, tuple(samples), lanes)

@@ -44,11 +44,11 @@ def _alone(draft: Draft) -> list[str]:
 def _lanes_on_lanes(draft: Draft, name: str) -> int:
     """How many lanes of an encoder lie on the ranks of each lane of the LLM, and on no other's; 0 if there is none such
     number."""
-    own, sink = (lane_ranks(draft.layout(module)) for module in (name, SINK))
-    inside = [[at for at, ranks in enumerate(sink) if lane & ranks] for lane in own]
+    own, llm = (lane_ranks(draft.layout(module)) for module in (name, SINK))
+    inside = [[at for at, ranks in enumerate(llm) if lane & ranks] for lane in own]
     if any(len(at) != 1 for at in inside):
         return 0
-    counts = {sum(at == [lane] for at in inside) for lane in range(len(sink))}
+    counts = {sum(at == [lane] for at in inside) for lane in range(len(llm))}
     return counts.pop() if len(counts) == 1 else 0
 
 
@@ -71,7 +71,7 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
 
 
 def _cut_by_slices(draft: Draft, name: str) -> bool:
-    """Whether an encoder is cut where bubble_fill says: its own ranks are some of the sink's, and nothing else cuts
+    """Whether an encoder is cut where bubble_fill says: its own ranks are some of the LLM's, and nothing else cuts
     it."""
     tables = draft.tables["parallelism"]
     own, flat = tables.get(name), any(key.endswith("_degree") for key in tables)
@@ -80,7 +80,7 @@ def _cut_by_slices(draft: Draft, name: str) -> bool:
 
 
 def _on_sink_ranks(draft: Draft, name: str) -> bool:
-    """Whether a module reads media on ranks that the sink has too; without ranks of its own it lies where that lies."""
+    """Whether a module reads media on ranks that the LLM has too; without ranks of its own it lies where that lies."""
     reads = all(boundary["to"] != name for boundary in draft.tables.get("boundaries", ()))
-    own, sink = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
-    return reads and bool(set(own) & set(sink))
+    own, llm = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
+    return reads and bool(set(own) & set(llm))

@@ -101,9 +101,9 @@ class Draft:
 
     def meets_inside(self, module: str) -> bool:
         """Whether ranks of `module` that the LLM has too meet in collectives inside it."""
-        table, sink = self.layout(module), self.layout(SINK)
+        table, llm = self.layout(module), self.layout(SINK)
         keys = ("data_parallel_shard_degree", "context_parallel_degree", "tensor_parallel_degree")
-        shared = set(table.get("ranks", range(self.world))) & set(sink.get("ranks", range(self.world)))
+        shared = set(table.get("ranks", range(self.world))) & set(llm.get("ranks", range(self.world)))
         return bool(shared) and any(table.get(key, 1) > 1 for key in keys)
 
 

@@ -34,8 +34,8 @@ def runs(draw: st.DrawFn, draft: Draft) -> None:
 def _optimizer(draw: st.DrawFn, draft: Draft) -> Table:
     """Any optimizer. An eps far above its default keeps it smooth where gradients are rounding errors."""
     if sometimes(draw):
-        sink = draft.tables["modules"][SINK]
-        may_move = "moe" in sink["model"] or "initial_load_path" in sink  # experts, now or in the layout that goes on
+        llm = draft.tables["modules"][SINK]
+        may_move = "moe" in llm["model"] or "initial_load_path" in llm  # experts, now or in the layout that goes on
         name = "RMSprop" if may_move else draw(st.sampled_from(["RMSprop", "Adafactor"]))
         options = {"eps": 0.01, "momentum": 0.5} if name == "RMSprop" else {"eps": [0.01, 0.001]}
         table = {"name": f"torch.optim:{name}", "lr": 0.01, "options": options}

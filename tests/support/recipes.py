@@ -174,11 +174,11 @@ def _policy(name: str) -> Callable[[Recipe], bool]:
 
 
 def _filled(inner: str) -> Callable[[Recipe], bool]:
-    return lambda recipe: recipe.fills_bubbles and recipe.sink_schedule == inner
+    return lambda recipe: recipe.fills_bubbles and recipe.llm_schedule == inner
 
 
 def _split_pipeline(recipe: Recipe) -> bool:
-    return recipe.sink_schedule == "zero_bubble" and recipe.wiring.meshes[recipe.sink].axis_size("pp") > 1
+    return recipe.llm_schedule == "zero_bubble" and recipe.wiring.meshes[recipe.llm].axis_size("pp") > 1
 
 
 def _balancer(name: str) -> Callable[[Recipe], bool]:
@@ -196,8 +196,8 @@ def _layout_key(key: str) -> Callable[[Recipe], bool]:
 def _relation(holds: Callable[[set[int], set[int]], bool]) -> Callable[[Recipe], bool]:
     def found(recipe: Recipe) -> bool:
         meshes = recipe.wiring.meshes
-        sink = set(meshes[recipe.sink].ranks)
-        return any(holds(set(mesh.ranks), sink) for name, mesh in meshes.items() if name != recipe.sink)
+        llm = set(meshes[recipe.llm].ranks)
+        return any(holds(set(mesh.ranks), llm) for name, mesh in meshes.items() if name != recipe.llm)
 
     return found
 
@@ -208,7 +208,7 @@ def _uneven_lanes(recipe: Recipe) -> bool:
 
 
 def _directory(recipe: Recipe) -> str:
-    return Path(recipe.modules[recipe.sink].initial_load_path or "").name
+    return Path(recipe.modules[recipe.llm].initial_load_path or "").name
 
 
 def _prepared(recipe: Recipe) -> bool:
@@ -251,27 +251,27 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     ),
     "tensor parallel": _any_mesh("tp"),
     "shared key heads": lambda r: (
-        0 < r.modules[r.sink].config.get("num_key_value_heads", 0) < r.wiring.meshes[r.sink].axis_size("tp")
+        0 < r.modules[r.llm].config.get("num_key_value_heads", 0) < r.wiring.meshes[r.llm].axis_size("tp")
     ),
     "expert parallel": _any_mesh("ep"),
     "experts that move": _layout_key("expert_placement_interval"),
-    "sequence parallel": lambda r: module_options(r, r.sink).sequence_parallel,
+    "sequence parallel": lambda r: module_options(r, r.llm).sequence_parallel,
     "sequence parallel encoder": lambda r: any(
-        module_options(r, name).sequence_parallel for name in r.modules if name != r.sink
+        module_options(r, name).sequence_parallel for name in r.modules if name != r.llm
     ),
     "context parallel": _any_mesh("cp"),
-    "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.wiring.meshes.items() if n != r.sink),
+    "encoder context parallel": lambda r: any(m.axis_size("cp") > 1 for n, m in r.wiring.meshes.items() if n != r.llm),
     "pipeline": _any_mesh("pp"),
-    "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.wiring.meshes.items() if n != r.sink),
+    "encoder pipeline": lambda r: any(m.axis_size("pp") > 1 for n, m in r.wiring.meshes.items() if n != r.llm),
     "layers per stage": _layout_key("pipeline_parallel_layers_per_stage"),
     "layers by name": _layout_key("module_fqns_per_model_part"),
     **{policy: _policy(policy) for policy in (*POLICIES, "bubble_fill")},
     "layers per slice": _key("bubble_fill_layers_per_slice"),
     "in collectives": _key("bubble_fill_in_collectives"),
     **{f"bubble_fill over {inner}": _filled(inner) for inner in INNER_SCHEDULES},
-    "split backward, sharded": lambda r: _split_pipeline(r) and r.wiring.meshes[r.sink].axis_size("dp_shard") > 1,
+    "split backward, sharded": lambda r: _split_pipeline(r) and r.wiring.meshes[r.llm].axis_size("dp_shard") > 1,
     "split backward, recomputed": lambda r: (
-        _split_pipeline(r) and module_options(r, r.sink).activation_checkpoint != "none"
+        _split_pipeline(r) and module_options(r, r.llm).activation_checkpoint != "none"
     ),
     "window": _key("three_phase_window"),
     "recompute": _key("three_phase_recompute"),
@@ -288,11 +288,11 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "free microbatches": lambda r: r.balance.microbatches == "free",
     "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
     "packing": lambda r: r.training.pack_samples,
-    "isolated_media": lambda r: r.modules[r.sink].attention_mask == "isolated_media",
-    "bidirectional_media": lambda r: r.modules[r.sink].attention_mask == "bidirectional_media",
+    "isolated_media": lambda r: r.modules[r.llm].attention_mask == "isolated_media",
+    "bidirectional_media": lambda r: r.modules[r.llm].attention_mask == "bidirectional_media",
     "assignment": lambda r: any(t.context_parallel_assignment for t in r.parallelism.modules.values()),
-    "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.sink),
-    "frozen LLM": lambda r: not r.modules[r.sink].trainable,
+    "frozen encoder": lambda r: any(not m.trainable for n, m in r.modules.items() if n != r.llm),
+    "frozen LLM": lambda r: not r.modules[r.llm].trainable,
     "frozen by name": lambda r: any(not isinstance(m.trainable, bool) for m in r.modules.values()),
     "LoRA": lambda r: any(m.lora is not None for m in r.modules.values()),
     "LoRA dropout": lambda r: any(m.lora is not None and m.lora.dropout > 0 for m in r.modules.values()),
@@ -304,7 +304,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "list of operations": lambda r: r.activation_checkpoint.save_ops is not None,
     "CPU offload": lambda r: r.training.enable_cpu_offload,
     "fp32": lambda r: r.training.dtype == "float32",
-    "tied embeddings": lambda r: bool(r.modules[r.sink].config.get("tie_word_embeddings")),
+    "tied embeddings": lambda r: bool(r.modules[r.llm].config.get("tie_word_embeddings")),
     "text-only batches": lambda r: r.data.options.get("text_only") == 1.0,
     "several encoders": lambda r: len({b.at for b in r.boundaries if b.at}) > 1 and "second" not in r.modules,
     "two consumers": lambda r: "second" in r.modules,
@@ -325,7 +325,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
         m.model == ITEMS and r.wiring.meshes[name].axis_size("dp_shard") > 1 for name, m in r.modules.items()
     ),
     "stages of a directory's tower": lambda r: (
-        bool(_directory(r)) and any(m.axis_size("pp") > 1 for name, m in r.wiring.meshes.items() if name != r.sink)
+        bool(_directory(r)) and any(m.axis_size("pp") > 1 for name, m in r.wiring.meshes.items() if name != r.llm)
     ),
     "prepared by a processor": _prepared,
     "prepared and cut": lambda r: _prepared(r) and r.training.seq_len < 500,

@@ -39,7 +39,7 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, processe
     """
     resolved = resolve(recipe)
     adapters, graph, loader = resolved.adapters, resolved.graph, resolved.loader()
-    pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
+    pretrained = pretrained_of(recipe.llm, recipe.modules[recipe.llm])
     assert pretrained is not None
     whole = whole_model(pretrained)
     dtype = {"float32": torch.float32, "float64": torch.float64}[recipe.training.dtype]
@@ -47,7 +47,7 @@ def whole_reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, processe
     use_loop_in_fp64(model)
     encoders = {
         b.at: adapter
-        for b in graph.inputs(graph.sink.name)
+        for b in graph.inputs(graph.llm.name)
         for name in (b.source, *(before.source for before in graph.inputs(b.source)))
         if b.at is not None and isinstance(adapter := adapters[name], HfEncoderAdapter)
     }

@@ -106,7 +106,7 @@ def by_hand(recipe):
                 batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
                 inputs = {b.source: rows[b.source] for b in graph.inputs(name)}
                 rows[name] = adapters[name].forward(modules[name], halved(batch), inputs)
-            loss = nn.functional.cross_entropy(rows[graph.sink.name].float(), batch["targets"], reduction="sum")
+            loss = nn.functional.cross_entropy(rows[graph.llm.name].float(), batch["targets"], reduction="sum")
             loss.backward()
             total, targets = total + loss.double().item(), targets + len(batch["targets"])
             for name, p in trained.items():

@@ -58,7 +58,7 @@ def one_by_one(recipe):
                 rows[name] = adapters[name].forward(
                     modules[name], batch, {b.source: rows[b.source] for b in graph.inputs(name)}
                 )
-            logits = rows[graph.sink.name]
+            logits = rows[graph.llm.name]
             losses += nn.functional.cross_entropy(logits, batch["targets"], reduction="none").tolist()
             predicted.append(logits.argmax(-1).tolist())
             right.append(predicted[-1] == batch["targets"].tolist())

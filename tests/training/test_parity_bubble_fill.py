@@ -48,7 +48,7 @@ def test_o8_slices_in_gaps_equal_one_process(pool4, case):
     graph = resolved.graph
     assert graph["vision"].num_stages >= 3
     schedule = recipe_schedule(given, graph, given.batch.num_microbatches)
-    assert any(a.kind is Kind.BACKWARD_WEIGHT for a in schedule.actions) == (given.sink_schedule == "zero_bubble")
+    assert any(a.kind is Kind.BACKWARD_WEIGHT for a in schedule.actions) == (given.llm_schedule == "zero_bubble")
     check(pool4, given, [None])
 
 

@@ -77,7 +77,7 @@ def plain_loop(recipe):
                 batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
                 inputs = {b.source: rows[b.source] for b in graph.inputs(name)}
                 rows[name] = adapters[name].forward(modules[name], batch, inputs)
-            loss = nn.functional.cross_entropy(rows[graph.sink.name], batch["targets"])
+            loss = nn.functional.cross_entropy(rows[graph.llm.name], batch["targets"])
             optimizer.zero_grad()
             loss.backward()
             norm = nn.utils.clip_grad_norm_(everything, recipe.training.max_norm)

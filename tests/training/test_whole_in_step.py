@@ -148,7 +148,7 @@ def second_gradients(rank, given, where):
     job = Job.assemble(resolve(given), World.current())
     if where:
         handle = break_second_microbatch(job, where)
-        split = given.sink_schedule == "zero_bubble" and where == "backward"
+        split = given.llm_schedule == "zero_bubble" and where == "backward"
         with pytest.raises(RuntimeError if split else Broken) as caught:
             job.forward_backward()
         assert type(caught.value.__cause__ if split else caught.value) is Broken  # torch wraps that of a split backward

@@ -105,7 +105,7 @@ def time_of_cuts(
     for name in graph.order:
         before = max((longest[b.source] for b in graph.inputs(name)), default=0.0)
         longest[name] = before + totals[name]
-    critical = longest[graph.sink.name]
+    critical = longest[graph.llm.name]
     layers = {name: tuple(cut) for name, cut in cuts.items()}
     return StageCounts(layers, slowest, critical, (microbatches - 1) * slowest + critical)
 
@@ -136,7 +136,7 @@ def _cut(
 
 
 def _behind(graph: ModuleGraph, stages: Mapping[str, int], name: str) -> int:
-    """Stages on the longest path from module `name` to the sink: each holds one more microbatch in flight in front of
+    """Stages on the longest path from module `name` to the LLM: each holds one more microbatch in flight in front of
     it (1F1B; siblings add nothing)."""
     return max(
         (stages.get(b.destination, 0) + _behind(graph, stages, b.destination) for b in graph.outputs(name)), default=0

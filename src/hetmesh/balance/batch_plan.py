@@ -15,6 +15,7 @@ from hetmesh.cost.work import samples_work
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, MetaArrays, ModuleGraph, Routes, SampleMeta
 from hetmesh.graph.meta_arrays import UNKNOWN
+from hetmesh.graph.sample import LOSS_UNITS
 from hetmesh.layout.hashing import memoized
 
 Lanes = tuple[tuple[int, ...], ...]
@@ -64,8 +65,8 @@ class BatchPlan:
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches of the module that computes the loss; others may have more or fewer."""
-        return len(self.lanes[self.graph.sink.name])
+        """Microbatches of the LLM; modules before it may have more or fewer."""
+        return len(self.lanes[self.graph.llm.name])
 
     @cached_property
     def routes(self) -> Routes:
@@ -93,18 +94,29 @@ class BatchPlan:
 
     def row_counts(self, boundary: BoundarySpec) -> np.ndarray:
         """Rows of each sample that go over `boundary`; int64 `[samples]`. Raises GraphError: one was not expanded."""
-        rows = self.metas.rows.get(boundary.source)
+        return self._rows(boundary.key if self.graph.out_of_llm(boundary) else boundary.source)
+
+    def _rows(self, key: str) -> np.ndarray:
+        rows = self.metas.rows.get(key)
         if rows is None:
             rows = np.full(len(self.samples), UNKNOWN)
         if (missing := np.flatnonzero(rows == UNKNOWN)).size:
             sample = self.samples[int(missing[0])]
-            raise GraphError(f"sample {sample.id!r} has no row count for module {boundary.source!r}; expand it first")
+            raise GraphError(f"sample {sample.id!r} has no row count for module {key!r}; expand it first")
         return rows
 
     @property
     def num_targets(self) -> int:
-        """Valid target tokens of the whole global batch: the loss is normalised by this number, once."""
+        """Valid target tokens of the whole global batch."""
         return int(self.metas.num_targets.sum())
+
+    @cached_property
+    def loss_counts(self) -> dict[str, int]:
+        """Per module with a loss what its sum over the whole global batch is divided by, once."""
+        return {
+            name: self.num_targets if loss.unit == "tokens" else int(self._rows(name + LOSS_UNITS).sum())
+            for name, loss in self.graph.losses.items()
+        }
 
     @property
     def num_tokens(self) -> int:

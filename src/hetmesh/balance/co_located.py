@@ -22,31 +22,32 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
     for name in reversed(graph.order):
         consumers = {b.destination for b in graph.boundaries if b.source == name}
         found[name] = name
-        if len(consumers) == 1 and graph[name].mesh == graph[only := consumers.pop()].mesh:
+        if name != graph.llm.name and len(consumers) == 1 and graph[name].mesh == graph[only := consumers.pop()].mesh:
             found[name] = found[only]
     for name in graph.order:
         producers = {b.source for b in graph.inputs(name)}
-        if found[name] == name and name != graph.sink.name and len(producers) == 1:
+        if found[name] == name and name != graph.llm.name and len(producers) == 1:
             only = producers.pop()
             if graph[name].mesh == graph[only].mesh:
                 found |= {follower: found[only] for follower, leader in found.items() if leader == name}
-    first: dict[str, str] = {graph.sink.name: graph.sink.name}  # of a group the encoder leads, unless the sink is in it
+    first: dict[str, str] = {graph.llm.name: graph.llm.name}  # of a group the encoder leads, unless the LLM is in it
     for name in graph.order:
         first.setdefault(found[name], name)
     return MappingProxyType({name: first[found[name]] for name in graph.order})
 
 
 def led_modules(graph: ModuleGraph) -> tuple[str, ...]:
-    """The modules that are balanced; the others go along with one of them. The sink is the last."""
+    """The modules that are balanced; the others go along with one of them. The LLM is the last, whatever follows it."""
     led_by = leaders(graph)
-    return tuple(name for name in graph.order if led_by[name] == name)
+    own = [name for name in graph.order if led_by[name] == name and name != graph.llm.name]
+    return (*own, graph.llm.name)
 
 
 @lru_cache(maxsize=256)
-def lane_affinity(module: ModuleSpec, sink: ModuleSpec) -> np.ndarray | None:
-    """How many ranks each lane of a module shares with each lane of the sink, int64 `[lanes, lanes of the sink]`; None
+def lane_affinity(module: ModuleSpec, llm: ModuleSpec) -> np.ndarray | None:
+    """How many ranks each lane of a module shares with each lane of the LLM, int64 `[lanes, lanes of the LLM]`; None
     where they share none."""
-    own, other = lane_ranks(module), lane_ranks(sink)
+    own, other = lane_ranks(module), lane_ranks(llm)
     if not set().union(*own) & set().union(*other):
         return None
     lane_of = {rank: lane for lane, ranks in enumerate(other) for rank in ranks}
@@ -67,17 +68,17 @@ def lane_ranks(module: ModuleSpec) -> Sequence[frozenset[int]]:
 
 
 def pipelines(graph: ModuleGraph, name: str) -> tuple[tuple[int, ...], ...]:
-    """Per lane of the sink the lanes of a module on its ranks, ascending: Optimus' encoder pipelines.
+    """Per lane of the LLM the lanes of a module on its ranks, ascending: Optimus' encoder pipelines.
     Raises GraphError: they are not equally many, or a lane of the module lies on ranks of several lanes, or of none."""
-    shared = lane_affinity(graph[name], graph.sink)
-    count, lanes = graph.sink.num_lanes, graph[name].num_lanes
+    shared = lane_affinity(graph[name], graph.llm)
+    count, lanes = graph.llm.num_lanes, graph[name].num_lanes
     if shared is not None and ((shared > 0).sum(1) == 1).all():
         own = shared.argmax(1)
         found = tuple(tuple(np.flatnonzero(own == lane).tolist()) for lane in range(count))
         if all(len(lanes_of_pipeline) * count == lanes for lanes_of_pipeline in found):
             return found
     raise GraphError(
-        f"{name!r} has {lanes} lanes and {graph.sink.name!r} has {count}: each of the latter needs equally many of the "
+        f"{name!r} has {lanes} lanes and {graph.llm.name!r} has {count}: each of the latter needs equally many of the "
         "former, which lie on its ranks and on no other's"
     )
 
@@ -111,15 +112,15 @@ def deal_microbatches(microbatches: int, shares: tuple[int, ...]) -> tuple[tuple
 def share_microbatches(
     graph: ModuleGraph, own: Sequence[str], assignment: Assignment, shares: Mapping[str, Sequence[int]]
 ) -> Assignment:
-    """`assignment`, where the samples of a microbatch of an encoder that one lane of the sink has all go to one lane of
+    """`assignment`, where the samples of a microbatch of an encoder that one lane of the LLM has all go to one lane of
     the encoder on its ranks.
 
     Args:
-        own: its modules, the sink the last.
+        own: its modules, the LLM the last.
         shares: per module of how many microbatches each pipeline takes how many.
 
     Raises:
-        GraphError: a module's lanes are no pipelines of the sink's lanes, or not as many as it has shares.
+        GraphError: a module's lanes are no pipelines of the LLM's lanes, or not as many as it has shares.
     """
     counts, microbatch, lane = list(assignment.microbatches), assignment.microbatch.copy(), assignment.lane.copy()
     for name, given in shares.items():
@@ -138,7 +139,7 @@ def check_shares(graph: ModuleGraph, name: str, shares: Sequence[int]) -> tuple[
     if len(shares) != len(groups[0]):
         raise GraphError(
             f"{len(shares)} shares, but {len(groups[0])} lanes of {name!r} lie on the ranks of each lane of "
-            f"{graph.sink.name!r}"
+            f"{graph.llm.name!r}"
         )
     if any(share < 1 for share in shares):
         raise GraphError(f"shares {list(shares)}: each must be at least 1")

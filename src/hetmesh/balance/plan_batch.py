@@ -31,13 +31,13 @@ class BalanceOptions:
         policy: a key of `POLICIES`.
         costs: per module; one that is missing counts rows.
         max_tokens: per module that leads, the most tokens (rows, of an encoder) of one lane and microbatch.
-        microbatch_sizes: per module that leads, but the sink, samples of one lane and microbatch, on average; one that
-            is missing has as many microbatches as the sink.
-        microbatch_shares: per module that leads, but the sink, and lies on the ranks of the sink's lanes: of how many
+        microbatch_sizes: per module that leads, but the LLM, samples of one lane and microbatch, on average; one that
+            is missing has as many microbatches as the LLM.
+        microbatch_shares: per module that leads, but the LLM, and lies on the ranks of the LLM's lanes: of how many
             microbatches each of its lanes there takes how many, whole and by itself (`shares.py`). One that is missing
             has all lanes take part in each.
         free: whether the number of microbatches may be another one than the batch sizes say.
-        deferral: whether the sink may take samples one microbatch late.
+        deferral: whether the LLM may take samples one microbatch late.
         split_deferred: whether what is deferred of an encoder's microbatch is one of its own (`split_deferred`).
         lengths: what steps take (`Slots`).
     """
@@ -68,10 +68,10 @@ def batch_loads(graph: ModuleGraph, samples: Sequence[SampleMeta], balance: Bala
         each = _costs_of(balance, name).work(graph, name, metas)
         work[:, at] += -(-each // _sharing(graph, name))
         if name == led_by[name]:
-            tokens[:, at] = metas.tokens if name == graph.sink.name else metas.rows_of(name)
+            tokens[:, at] = metas.tokens if name == graph.llm.name else metas.rows_of(name)
     padding = (0, 0)
-    if not graph.sink.packed:
-        row, pair, _ = (-(-n // _sharing(graph, graph.sink.name)) for n in _costs_of(balance, graph.sink.name).forward)
+    if not graph.llm.packed:
+        row, pair, _ = (-(-n // _sharing(graph, graph.llm.name)) for n in _costs_of(balance, graph.llm.name).forward)
         padding = (row, pair)
     return BatchLoads(own, work, tokens, ids=metas.ids, padding=padding)
 
@@ -105,17 +105,18 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
     """What a step of `graph` has to fill.
 
     Args:
-        microbatches: of the sink, and of every module without a microbatch size of its own.
+        microbatches: of the LLM, and of every module without a microbatch size of its own.
         samples: of the step; those sizes give numbers of microbatches with it.
 
     Raises:
         GraphError: a cap or a size is not of a module that leads.
     """
     own = led_modules(graph)
+    before = tuple(name for name in own[:-1] if name not in graph.topology.after_llm)
     names: tuple[tuple[str, Mapping[str, object], tuple[str, ...]], ...] = (
         ("max_tokens", balance.max_tokens, own),
-        ("microbatch_sizes", balance.microbatch_sizes, own[:-1]),
-        ("microbatch_shares", balance.microbatch_shares, own[:-1]),
+        ("microbatch_sizes", balance.microbatch_sizes, before),
+        ("microbatch_shares", balance.microbatch_shares, before),
     )
     for key, given, valid in names:
         if wrong := sorted(set(given) - set(valid)):
@@ -130,8 +131,8 @@ def graph_slots(graph: ModuleGraph, microbatches: int, balance: BalanceOptions =
         backward=tuple(_costs_of(balance, name).backward * graph.backward_reaches(name) for name in own),
         free=balance.free,
         deferral=balance.deferral,
-        lockstep=graph.sink.lanes_together > 1,
-        affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.sink) for name in own),
+        lockstep=graph.llm.lanes_together > 1,
+        affinity=tuple(None if name == own[-1] else lane_affinity(graph[name], graph.llm) for name in own),
         lengths=balance.lengths,
     )
 
@@ -152,7 +153,7 @@ def _sharing(graph: ModuleGraph, name: str) -> int:
 def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment: Assignment) -> BatchPlan:
     """The BatchPlan of an assignment whose modules are `led_modules`.
 
-    Inside a lane of the sink, samples lie in the order of the encoder lanes that they come from: where the ranks of a
+    Inside a lane of the LLM, samples lie in the order of the encoder lanes that they come from: where the ranks of a
     lane share its tokens in runs, most rows then stay on the rank that made them.
     """
     own, led_by = led_modules(graph), leaders(graph)
@@ -160,7 +161,7 @@ def batch_plan_of(graph: ModuleGraph, samples: Sequence[SampleMeta], assignment:
     for i, name in enumerate(own):
         count, width = assignment.microbatches[i], assignment.lanes[i]
         bins = assignment.microbatch[:, i] * width + assignment.lane[:, i]
-        from_lane = assignment.lane[:, 0] if name == graph.sink.name else np.zeros_like(bins)
+        from_lane = assignment.lane[:, 0] if name == graph.llm.name else np.zeros_like(bins)
         order = np.lexsort((np.arange(len(bins)), from_lane, bins))
         cuts = np.searchsorted(bins[order], np.arange(count * width + 1)).tolist()
         places = order.tolist()
@@ -181,7 +182,7 @@ def plan_batch(
 
     Args:
         samples: the metadata of the global batch, expanded, in the order in which the loader drew it.
-        microbatch_size: samples per microbatch and lane of the sink, on average; every module has as many microbatches
+        microbatch_size: samples per microbatch and lane of the LLM, on average; every module has as many microbatches
             as that makes, unless their number is free or `balance` says otherwise.
         assign: what runs the balancer; a search remembers what it made of equal loads.
 
@@ -191,7 +192,7 @@ def plan_batch(
     if microbatch_size < 1:
         raise GraphError(f"a microbatch needs at least 1 sample per lane, got {microbatch_size}")
     samples = MetaArrays.of(samples)
-    microbatches = max(-(-len(samples) // (microbatch_size * graph.sink.num_lanes)), 1)
+    microbatches = max(-(-len(samples) // (microbatch_size * graph.llm.num_lanes)), 1)
     balance = within_range(graph, samples, balance)
     slots = graph_slots(graph, microbatches, balance, len(samples))
     alone = all(lanes * count == 1 for lanes, count in zip(slots.lanes, slots.microbatches, strict=True))
@@ -202,7 +203,17 @@ def plan_batch(
         found = check(loads, slots, share_microbatches(graph, loads.modules, found, balance.microbatch_shares))
     if balance.split_deferred:
         found = split_deferred(found)
+    if after := [i for i, name in enumerate(loads.modules) if name in graph.topology.after_llm]:
+        found = check(loads, slots, _with_llm(found, after))
     return batch_plan_of(graph, samples, found)
+
+
+def _with_llm(assignment: Assignment, after: Sequence[int]) -> Assignment:
+    """`assignment`, where the modules `after` the LLM, the last, handle samples in its microbatches."""
+    counts, microbatch = list(assignment.microbatches), assignment.microbatch.copy()
+    for i in after:
+        counts[i], microbatch[:, i] = counts[-1], microbatch[:, -1]
+    return replace(assignment, microbatches=tuple(counts), microbatch=microbatch)
 
 
 def split_deferred(assignment: Assignment) -> Assignment:
@@ -218,7 +229,7 @@ def split_deferred(assignment: Assignment) -> Assignment:
 
 
 def largest_batches(graph: ModuleGraph, samples: MetaArrays, size: int) -> list[MetaArrays]:
-    """Global batches of `size` samples, each of those that give one module most rows, or the sink most targets: what is
+    """Global batches of `size` samples, each of those that give one module most rows, or the LLM most targets: what is
     kept grows with these. A batch of only such samples is a bound for all that can be drawn from `samples`: chance
     rarely puts them together. Of equal samples the earlier ones count, so that it is deterministic; fewer samples than
     `size` come again from the largest on.

@@ -106,7 +106,8 @@ class _End:
         self.lanes = plan.lanes[self.module.name][microbatch]
         stage = -1 if side == "source" else plan.graph.destination_stage(boundary)
         self.mesh = self.module.stage_mesh(stage)
-        # A module that consumes rows as such has them lane by lane, also where its ranks share its tokens.
+        # A module that consumes rows as such has them lane by lane, also where its ranks share its tokens. The hidden
+        # states of the LLM are where their tokens are.
         shared = side == "source" or boundary.at is not None
         self.token_axes = self.module.token_axes if shared else ()
 
@@ -127,7 +128,7 @@ class _End:
         kept: list[Intervals] = []
         for lane, own in zip(self.lanes, tokens, strict=True):
             rows, owners = whole.intervals(lane), range(len(own.shares) * own.parts)
-            if self.side == "source":
+            if self.side == "source" and not self.plan.graph.out_of_llm(self.boundary):
                 unit = self.module.tokens_per_row
                 if not unit:
                     raise GraphError(

@@ -38,12 +38,12 @@ class Work:
 def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
     """What `sample`, whose metadata is expanded, gives module `name` to do.
 
-    An encoder attends within each media item, the sink within the whole sample, other modules not at all.
+    An encoder or generator attends within each media item, the LLM within the whole sample, other modules not at all.
     """
-    if name == graph.sink.name:
+    if name == graph.llm.name:
         return Work(sample.tokens, sample.tokens**2, sample.num_targets)
     rows = sample.rows.get(name, 0)
-    if graph.inputs(name):
+    if graph[name].media is None:
         return Work(rows)
     items = [item.rows for item in sample.media if item.name in kinds_of(graph[name].media or "")]
     reaching = sum(items)  # the LLM; what is between scales every item alike
@@ -52,11 +52,11 @@ def sample_work(graph: ModuleGraph, name: str, sample: SampleMeta) -> Work:
 
 def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarray:
     """`sample_work` of all samples at once: int64 `[samples, 3]`, rows, pairs and targets."""
-    if name == graph.sink.name:
+    if name == graph.llm.name:
         return np.column_stack([samples.tokens, samples.tokens**2, samples.num_targets])
     rows = samples.rows_of(name)
     pairs = np.zeros_like(rows)
-    if not graph.inputs(name) and (kind := graph[name].media) in samples.kinds:
+    if (kind := graph[name].media) in samples.kinds:
         items = np.where(samples.items[:, 0] == samples.kinds.index(kind), samples.items[:, 2], 0)
         reaching, squares = samples.sum_of_items(items), samples.sum_of_items(items**2)
         some = reaching > 0
@@ -65,10 +65,10 @@ def samples_work(graph: ModuleGraph, name: str, samples: MetaArrays) -> np.ndarr
 
 
 def computed_work(graph: ModuleGraph, name: str, samples: Sequence[SampleMeta]) -> Work:
-    """What one lane computes for `samples` in one microbatch: as the sum of `sample_work`, but the sink computes the
+    """What one lane computes for `samples` in one microbatch: as the sum of `sample_work`, but the LLM computes the
     padding of its samples to the longest one too, and one token where it has none."""
     work = total_work(sample_work(graph, name, sample) for sample in samples)
-    if name != graph.sink.name:
+    if name != graph.llm.name:
         return work
     longest = max((sample.tokens for sample in samples), default=1)
     count = max(len(samples), 1)

@@ -22,7 +22,7 @@ def answer_start(meta: SampleMeta) -> int:
 
 def end_tokens(source: Source, recipe: Recipe) -> frozenset[int]:
     """Tokens that end an answer: the source's, and those of generation_config.json in the LLM's directory."""
-    pretrained = pretrained_of(recipe.sink, recipe.modules[recipe.sink])
+    pretrained = pretrained_of(recipe.llm, recipe.modules[recipe.llm])
     configured = set() if pretrained is None else configured_end_tokens(pretrained.path)
     return frozenset(abilities_of(source).end_ids()) | configured
 

@@ -124,12 +124,12 @@ def _write(run: SavedRun, top: Path, directory: Directory, dtype: Dtype, largest
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
         return _read(run, {name: directory.tensors[name] for name in names}, tensors)
 
-    written = write_tensors(place, tensors, read, largest)
+    written = write_tensors(place, tensors, read, largest, directory.file_name)
     if directory.config is not None:
         origins = directory.tensors.items()
         trained = (tensors[name].dtype for name, o in origins if isinstance(o, Regrouped) or o.source is None)
         named = next((d for d in trained if d.is_floating_point), torch.float32)
-        write_config(place, directory.config, None if dtype == AS_DIRECTORY else named)
+        write_config(place, directory.config, named if directory.has_dtype and dtype != AS_DIRECTORY else None)
     yield _summary(directory, written)
     if directory.source is not None:
         copied, linked = copy_files(directory.source, place)

@@ -6,7 +6,7 @@ Nothing is read but the headers of the source directories' files and the checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from hetmesh.models.weights.load import own_tensors, stored_forms
 from hetmesh.models.weights.lora import ADAPTER
 from hetmesh.models.weights.model_forms import converters_of, saved
 from hetmesh.models.weights.pretrained import Pretrained
+from hetmesh.models.weights.save import NAME
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
@@ -75,6 +76,8 @@ class Directory:
         loads_with: the class that reads it; empty where only safetensors does.
         left_out: tensors that the class has and the run does not, since nothing in it reads them.
         write_others: writes what else belongs into the directory, and says what, as lines of text.
+        file_name: of the weights, without their number and ending.
+        has_dtype: whether config.json says the dtype of the weights.
     """
 
     place: str
@@ -84,6 +87,8 @@ class Directory:
     loads_with: str = ""
     left_out: tuple[str, ...] = ()
     write_others: Callable[[Path], Iterator[str]] | None = None
+    file_name: str = NAME
+    has_dtype: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,8 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
         RecipeError: the recipe's directories or data no longer exist.
     """
     recipe = run.recipe
-    if any(pretrained_of(name, module) is None for name, module in recipe.modules.items()):
+    modules = recipe.modules.items()
+    if any(pretrained_of(name, module) is None or module.model.startswith("diffusers") for name, module in modules):
         adapters: Mapping[str, Adapter] = run.resolved.adapters  # looks at the data, where sizes come from there
     else:
         adapters = adapters_of(recipe, vocab_size=0)
@@ -253,6 +259,9 @@ def _as_module(recipe: Recipe, name: str, part: _Part) -> Directory:
     import transformers
 
     pretrained = pretrained_of(name, recipe.modules[name])
+    if (saved_as := part.adapter.abilities.saved_as) is not None:
+        directory = Directory(name, part.origins, saved_as.config, pretrained, saved_as.loads_with)
+        return replace(directory, file_name=saved_as.file_name, has_dtype=False)
     if recipe.modules[name].model.startswith("hf_"):
         assert pretrained is not None
         names, known = check_weights(part.adapter, part.module, pretrained), stored_forms(part.adapter, pretrained)

@@ -24,8 +24,8 @@ KINDS = {TOWER: ("siglip", "clip"), PROJECTOR: ("mlp",), LLM: ("llama", "qwen3")
 def llava_parts(recipe: Recipe) -> dict[str, str]:
     """Part of LLaVA -> module, of a recipe that has these modules alone, of kinds that LLaVA has; else empty."""
     before = {b.destination: b.source for b in recipe.boundaries}
-    projector = before.get(recipe.sink, "")
-    names = dict(zip(KINDS, (before.get(projector, ""), projector, recipe.sink), strict=True))
+    projector = before.get(recipe.llm, "")
+    names = dict(zip(KINDS, (before.get(projector, ""), projector, recipe.llm), strict=True))
     alone = len(before) == len(recipe.boundaries) and {*names.values()} == recipe.modules.keys()
     return names if alone and all(recipe.modules[n].model in KINDS[part] for part, n in names.items()) else {}
 
@@ -35,7 +35,7 @@ def why_not_llava(recipe: Recipe, projector: Any) -> str:
     inside, outside = projector.hidden_features, projector.out_features
     if inside != outside:
         return f"its projector is as wide inside as the LLM, {outside}; here hidden_features = {inside}"
-    mask = recipe.modules[recipe.sink].attention_mask
+    mask = recipe.modules[recipe.llm].attention_mask
     return "" if mask == "causal" else f"its attention is causal; here attention_mask = {mask!r}"
 
 
@@ -58,7 +58,7 @@ def write_processor(recipe: Recipe, config: Any, place: Path) -> Iterator[str]:
     """Write the processor of the tokenizer and image processor that the recipe's data name, or else of those in the
     directories of its modules, and what the LLM's directory says of generation. Yields what there is to know, as lines
     of text."""
-    llm, tower = (pretrained_of(name, recipe.modules[name]) for name in (recipe.sink, llava_parts(recipe)[TOWER]))
+    llm, tower = (pretrained_of(name, recipe.modules[name]) for name in (recipe.llm, llava_parts(recipe)[TOWER]))
     if llm is not None and (file := llm.path / "generation_config.json").is_file():
         with writing(place / file.name):
             shutil.copyfile(file, place / file.name)

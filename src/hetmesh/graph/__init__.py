@@ -3,7 +3,9 @@
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.module_graph import (
     LANE_AXES,
+    NEXT_TOKEN,
     Activation,
+    LossSpec,
     ModuleGraph,
     ModuleOptions,
     ModuleSpec,
@@ -11,7 +13,7 @@ from hetmesh.graph.module_graph import (
     expert_axis,
     experts_fit,
     experts_mesh,
-    first_stage_mesh,
+    stage_mesh_alone,
 )
 from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -78,6 +78,28 @@ def reshard_in_pipeline(reshard: Reshard, pipeline_ranks: int) -> Reshard:
     return "never" if reshard == "default" and pipeline_ranks > 1 else reshard
 
 
+Unit = Literal["tokens", "latents", "frames", "items"]
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The loss of one module: its sum over a global batch is divided by its count there, and weighed.
+
+    Attributes:
+        kind: `cross_entropy`, `mse`, `flow_matching`, or the name of a custom one.
+        weight: in the total.
+        unit: what is counted: target tokens of the LLM; or, of the media items that a module is about, the rows of
+            their targets (`latents`), their first dims (`frames`), or the items.
+    """
+
+    kind: str = "cross_entropy"
+    weight: float = 1.0
+    unit: Unit = "tokens"
+
+
+NEXT_TOKEN = LossSpec()
+"""The loss of an LLM that says nothing else."""
+
 LANE_AXES = ("dp_replicate", "dp_shard", "ep")
 """Mesh axes along which a module processes different samples; one coordinate of them together is a lane."""
 
@@ -111,9 +133,10 @@ class ModuleSpec:
             hold different experts; all other parameters are sharded over it where there is a `dp_shard` axis (of size 1
             if `ep` takes all of it), else replicated.
         layers: names of its layers in execution order; pipeline stages are contiguous runs of them.
-        media: the kind of media an encoder reads (`"image"`), None for a module that reads rows or tokens only.
+        media: the kind of media an encoder reads (`"image"`), or that a module after the LLM has its targets from; None
+            for a module that reads rows or tokens only.
         trainable: False freezes every parameter of the module.
-        features: width of the rows that it emits; 0 for the module that computes the loss.
+        features: width of the rows that it emits; of an LLM that of its hidden states; 0 for one without consumers.
         token_axes: mesh axes over which the ranks of a lane share its tokens (`context.token_owners`), of `cp` and
             `tp`; rows that replace placeholders then go to the rank that keeps their token, and to no other. An encoder
             that shares its media emits the rows of a token's rank there.
@@ -126,6 +149,7 @@ class ModuleSpec:
         activation: what passes between its stages; None for a module that is not split.
         frozen_layers: layers without a trainable parameter in a module that is trainable (LoRA adapts blocks only).
         options: how it runs on its mesh.
+        loss: what its last stage computes of its output, besides handing it on; None: nothing, of the LLM `NEXT_TOKEN`.
     """
 
     name: str
@@ -143,6 +167,7 @@ class ModuleSpec:
     activation: Activation | None = None
     frozen_layers: frozenset[str] = frozenset()
     options: ModuleOptions = DEFAULT
+    loss: LossSpec | None = None
 
     def __post_init__(self) -> None:
         pp = self.mesh.axis_size("pp")
@@ -210,21 +235,23 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModuleGraph:
-    """A DAG of modules with one sink (the module that computes the loss). Raises GraphError: unknown or repeated names,
-    a cycle, or not exactly one sink."""
+    """A DAG of modules with one llm (the module that computes the loss). Raises GraphError: unknown or repeated names,
+    a cycle, or not exactly one llm."""
 
     modules: tuple[ModuleSpec, ...]
     boundaries: tuple[BoundarySpec, ...] = ()
 
     def __post_init__(self) -> None:
         for b in self.topology.boundaries:
-            if b.layer is not None and b.layer not in self[b.destination].layers:
-                raise GraphError(f"boundary {b.name}: {b.destination!r} has no layer {b.layer!r}")
+            end = b.source if self.out_of_llm(b) else b.destination
+            if b.layer is not None and b.layer not in self[end].layers:
+                raise GraphError(f"boundary {b.name}: {end!r} has no layer {b.layer!r}")
 
     @cached_property
     def topology(self) -> Topology:
         """Who feeds whom, by name."""
-        return Topology(tuple(m.name for m in self.modules), self.boundaries)
+        others = frozenset(m.name for m in self.modules if m.loss is not None and m.loss.unit != "tokens")
+        return Topology(tuple(m.name for m in self.modules), self.boundaries, others)
 
     @cached_property
     def _by_name(self) -> dict[str, ModuleSpec]:
@@ -239,9 +266,20 @@ class ModuleGraph:
         return self.topology.order
 
     @cached_property
-    def sink(self) -> ModuleSpec:
-        """The module that computes the loss."""
-        return self[self.order[-1]]
+    def llm(self) -> ModuleSpec:
+        """The module that reads tokens (`Topology.llm`)."""
+        return self[self.topology.llm]
+
+    @cached_property
+    def losses(self) -> Mapping[str, LossSpec]:
+        """The loss of each module that has one, in their order."""
+        of_llm = {self.llm.name: NEXT_TOKEN}
+        found = {name: self[name].loss or of_llm.get(name) for name in self.order}
+        return {name: loss for name, loss in found.items() if loss is not None}
+
+    def out_of_llm(self, boundary: BoundarySpec) -> bool:
+        """Whether hidden states of the LLM go over a boundary."""
+        return boundary.source == self.topology.llm
 
     def boundary(self, source: str, destination: str, output: str = "") -> BoundarySpec:
         """The boundary between two modules that carries one of the outputs of the first."""
@@ -249,9 +287,17 @@ class ModuleGraph:
 
     def destination_stage(self, boundary: BoundarySpec) -> int:
         """The stage of its destination that a boundary ends at: the first, or the one that holds its layer."""
-        module = self[boundary.destination]
-        stages = range(module.num_stages if boundary.layer is not None else 1)
-        return next((i for i in stages if boundary.layer in module.stage_layers(i)), 0)
+        layer = None if self.out_of_llm(boundary) else boundary.layer
+        return 0 if layer is None else self._stage_of(boundary.destination, layer)
+
+    def source_stage(self, boundary: BoundarySpec) -> int:
+        """The stage of its source that a boundary begins at: the last, or the one that holds its layer."""
+        layer = boundary.layer if self.out_of_llm(boundary) else None
+        return self[boundary.source].num_stages - 1 if layer is None else self._stage_of(boundary.source, layer)
+
+    def _stage_of(self, name: str, layer: str) -> int:
+        module = self[name]
+        return next((i for i in range(module.num_stages) if layer in module.stage_layers(i)), 0)
 
     def inputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries into module `name`, in the order given."""
@@ -321,10 +367,10 @@ def experts_fit(mesh: MeshSpec, count: int, inner: int, features: int) -> bool:
     return not within or (inner // mesh.axis_size("tp") % shards == 0 and features % shards == 0)
 
 
-def first_stage_mesh(mesh: MeshSpec) -> MeshSpec:
-    """Where a module lies that takes its consumer's mesh: on the ranks that its rows go to. Those that share a lane's
-    tokens are lanes of their own to it, which has no tokens."""
-    mesh = dense_mesh(mesh.slice("pp", 0))
+def stage_mesh_alone(mesh: MeshSpec, stage: int) -> MeshSpec:
+    """Where a module lies that takes the mesh of a module with several stages: on the ranks of the one that its rows go
+    to, or come from (-1: the last). Those that share a lane's tokens are lanes of their own to it, which has none."""
+    mesh = dense_mesh(mesh.slice("pp", stage % mesh.axis_size("pp")))
     if "cp" in mesh.axes:
         lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
         mesh = mesh.merge((lanes, "cp"), lanes)

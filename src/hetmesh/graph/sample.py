@@ -10,6 +10,9 @@ UNIT_ROWS, UNIT_ITEMS = " before the cut", " items before the cut"
 """Behind a module's name in `SampleMeta.rows`: what it computes of samples whose media `seq_len` cut in part, since the
 unit that a processor made of them stays whole."""
 
+LOSS_UNITS = " units of loss"
+"""Behind a module's name in `SampleMeta.rows`: what its loss counts of a sample (`LossSpec.unit`), where not tokens."""
+
 
 def kinds_of(media: str) -> tuple[str, ...]:
     """The kinds of media that a module reads, or whose placeholders its rows replace: `"image+video"` are two."""

@@ -69,6 +69,8 @@ class StageGraph:
         ranks: of each stage, ascending; equally many for all stages of a module.
         splittable_stages: stages whose backward may come in two parts: both the gradient of an input and those of
             parameters are wanted, and it can be split.
+        llm_name: the module that reads tokens; empty: that of the last stage.
+        loss_stages: the stages that compute a loss; empty: the last one.
     """
 
     stages: tuple[Stage, ...]
@@ -78,6 +80,8 @@ class StageGraph:
     trainable_stages: frozenset[Stage]
     ranks: tuple[tuple[int, ...], ...]
     splittable_stages: frozenset[Stage]
+    llm_name: str = ""
+    loss_stages: frozenset[Stage] = frozenset()
 
     @cached_property
     def _inputs(self) -> dict[Stage, tuple[Edge, ...]]:
@@ -125,9 +129,24 @@ class StageGraph:
         return [(tuple(ranks), tuple(i for i, _ in stages_and_sets)) for stages_and_sets, ranks in classes.items()]
 
     @cached_property
-    def sink(self) -> Stage:
-        """The stage that computes the loss."""
-        return self.stages[-1]
+    def llm(self) -> Stage:
+        """The last stage of the module that reads tokens."""
+        return self.of_module(self.llm_name)[-1] if self.llm_name else self.stages[-1]
+
+    @cached_property
+    def losses(self) -> frozenset[Stage]:
+        """The stages that compute a loss."""
+        return self.loss_stages or frozenset(self.stages[-1:])
+
+    @cached_property
+    def after_llm(self) -> frozenset[Stage]:
+        """The stages that rows of the LLM reach."""
+        found: set[Stage] = set()
+        for stage in self.stages:
+            sources = {edge.source for edge in self.inputs(stage) if not edge.internal or edge.source in found}
+            if any(source.module == self.llm.module or source in found for source in sources):
+                found.add(stage)
+        return frozenset(found)
 
     def of_module(self, name: str) -> tuple[Stage, ...]:
         """The stages of one module, in order."""
@@ -135,8 +154,9 @@ class StageGraph:
 
 
 def boundary_edge(graph: ModuleGraph, boundary: BoundarySpec) -> Edge:
-    """The edge of a boundary: from its source's last stage to its destination's first, or to the one with its layer."""
-    source = Stage(boundary.source, graph[boundary.source].num_stages - 1)
+    """The edge of a boundary: from its source's last stage to its destination's first, or to the one with its layer;
+    out of the LLM from the one with its layer."""
+    source = Stage(boundary.source, graph.source_stage(boundary))
     return Edge(source, Stage(boundary.destination, graph.destination_stage(boundary)), boundary.output)
 
 
@@ -155,7 +175,8 @@ def stage_graph(graph: ModuleGraph) -> StageGraph:
     wanted = trainable & {edge.destination for edge in gradient_edges}
     splittable = frozenset(stage for stage in wanted if graph[stage.module].splits_backward)
     sets = frozenset(reached), gradient_edges, frozenset(trainable)
-    return StageGraph(tuple(stages), tuple(edges), *sets, ranks, splittable)
+    losses = frozenset(Stage(name, graph[name].num_stages - 1) for name in graph.losses)
+    return StageGraph(tuple(stages), tuple(edges), *sets, ranks, splittable, graph.llm.name, losses)
 
 
 def _frozen(graph: ModuleGraph, stage: Stage) -> bool:

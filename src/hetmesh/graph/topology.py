@@ -13,10 +13,12 @@ class BoundarySpec:
     """An edge of the graph: rows of `source` go to `destination`.
 
     Attributes:
-        at: the placeholder whose tokens the rows replace; None where the destination consumes rows as such.
+        at: into the LLM: the placeholder whose tokens the rows replace. Out of it: the placeholder whose tokens' hidden
+            states are the rows. None where the destination consumes rows as such.
         output: which output of the source it carries: `""` is the rows, others have names (`"deepstack.0"`). All have
-            one row for each of the rows, of the same width.
-        layer: the layer of the destination that an output with a name goes to: it is added to the tokens after it.
+            one row for each of the rows, of the same width. Out of the LLM: the placeholder, `at`.
+        layer: into the LLM: the layer that an output with a name goes to: it is added to the tokens after it. Out of
+            the LLM: the layer whose output the hidden states are; None: what its head reads.
     """
 
     source: str
@@ -43,11 +45,16 @@ def output_key(module: str, output: str = "") -> str:
 
 @dataclass(frozen=True)
 class Topology:
-    """A DAG of module names with one sink (the module that computes the loss). Raises GraphError: unknown or repeated
-    names, a cycle, or not exactly one sink."""
+    """A DAG of module names. Raises GraphError: unknown or repeated names, a cycle, or several modules that could be
+    the LLM.
+
+    Attributes:
+        others: the modules that have a loss which does not count tokens: none of them is the LLM.
+    """
 
     names: tuple[str, ...]
     boundaries: tuple[BoundarySpec, ...] = ()
+    others: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = list(self.names)
@@ -60,14 +67,13 @@ class Topology:
         ends = [b.name for b in self.boundaries]
         if len(set(ends)) != len(ends):
             raise GraphError(f"at most one boundary per output between two modules: {ends}")
-        sinks = [n for n in names if all(b.source != n for b in self.boundaries)]
-        if len(sinks) != 1:
-            raise GraphError(
-                f"exactly one module may have no consumer, the LLM, got {sinks}; modules after it and a second sink "
-                "are not supported"
-            )
         if len(self.order) != len(names):
             raise GraphError(f"boundaries form a cycle among {sorted(set(names) - set(self.order))}")
+        if self.llm not in names:
+            raise GraphError(
+                f"exactly one module may have no consumer and no loss of another unit than tokens, the LLM, got "
+                f"{list(self._ends)}; every other module without consumers needs a [modules.<name>.loss]"
+            )
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -79,10 +85,27 @@ class Topology:
             pending.remove(ready[0])
         return tuple(done)
 
-    @property
-    def sink(self) -> str:
-        """The module that computes the loss."""
-        return self.order[-1]
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """The modules without consumers that may be the LLM."""
+        return tuple(name for name in self.names if not self.outputs(name) and name not in self.others)
+
+    @cached_property
+    def llm(self) -> str:
+        """The module that reads tokens: the one that rows with `at` go to, or come from. In a graph without any, the
+        one without consumers, or the first of several where all are `others`. Empty: there is no such one."""
+        if len(self._ends) == 1:
+            return self._ends[0]
+        if self._ends:
+            return ""
+        if placed := [name for name in self.order if any(b.at is not None for b in self.outputs(name))]:
+            return placed[-1]
+        return next((name for name in self.names if not self.outputs(name)), "")
+
+    @cached_property
+    def after_llm(self) -> frozenset[str]:
+        """The modules that rows of the LLM reach, directly or not."""
+        return frozenset(name for name in self.names if self.llm in self.upstream(name))
 
     def inputs(self, name: str) -> tuple[BoundarySpec, ...]:
         """Boundaries into module `name`, in the order given."""
@@ -98,6 +121,13 @@ class Topology:
         for b in self.outputs(name):
             found += self.placeholders(b.destination) if b.at is None else [b.at]
         return tuple(dict.fromkeys(found))
+
+    def generated(self, name: str) -> str | None:
+        """The placeholder whose hidden states reach module `name`, directly or through others; None: those of none."""
+        for b in self.inputs(name):
+            if (at := b.at if b.source == self.llm else self.generated(b.source)) is not None:
+                return at
+        return None
 
     def upstream(self, name: str) -> frozenset[str]:
         """The modules whose rows reach module `name`, directly or not."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hetmesh.graph.module_graph import Activation
+from hetmesh.graph.module_graph import Activation, LossSpec
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.models.weights.pretrained import Names, Pretrained
@@ -35,6 +35,21 @@ class SampleLike(Protocol):
 
 ItemGrid = Callable[[tuple[int, ...]], tuple[int, int, int]]
 """From a media item's raw shape to the grid of its rows: frames, height, width."""
+
+
+@dataclass(frozen=True)
+class SavedAs:
+    """How a library other than transformers reads a module from a directory.
+
+    Attributes:
+        config: of config.json.
+        loads_with: the class that reads it; empty where only hetmesh does.
+        file_name: of the weights, without their number and ending.
+    """
+
+    config: Mapping[str, Any]
+    loads_with: str = ""
+    file_name: str = "model"
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,15 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
+        draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets. Its
+            batch then has `noise`, standard normal `[latents, draws]`, and `time`, uniform in [0, 1), `[items]`, drawn
+            per sample, so alike in every layout.
+        sample: for such a module: one item from `(module, hidden states [rows, in_features], raw shape, noise [latents,
+            draws], steps)`; where its targets are an encoder's rows, these, for the encoder's `decode`.
+        sampling_steps: how many steps `sample` takes unless it is told otherwise.
+        decode: for an encoder whose rows a module after the LLM makes: the item from `(module, rows [n, out_features],
+            raw shape)`.
+        saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
         reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
@@ -96,6 +120,11 @@ class Abilities:
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
     gathered_whole: bool = False
+    draws: int = 0
+    sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
+    sampling_steps: int = 0
+    decode: Callable[[nn.Module, Tensor, tuple[int, ...]], Tensor] | None = None
+    saved_as: SavedAs | None = None
     head: str = ""
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -125,7 +154,7 @@ class Adapter(Protocol):
 
     @property
     def out_features(self) -> int | None:
-        """Width of the rows it emits; None for the sink."""
+        """Width of the rows it emits; None for the LLM."""
 
     @property
     def checkpoint_names(self) -> tuple[Names, ...]:
@@ -158,6 +187,13 @@ class Adapter(Protocol):
     def rows(self, incoming: int) -> int:
         """Row-wise module: rows emitted for `incoming` rows."""
 
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows of its targets for a media item of raw shape `shape`, of which `item_rows` says
+        how many hidden states of the LLM it reads."""
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        """Module after the LLM: rows that go through its blocks for such an item."""
+
     def collate(
         self,
         samples: Sequence[SampleLike],
@@ -173,8 +209,9 @@ class Adapter(Protocol):
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         """Run `module` on `batch` (from `collate`) and `inputs` (rows `[n, features]` by `BoundarySpec.key`). Returns
-        rows `[n, out_features]`, in sample order then position order; from the sink, logits `[num_targets, vocab]` in
-        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`."""
+        rows `[n, out_features]`, in sample order then position order; from the LLM, logits `[num_targets, vocab]` in
+        the order of `batch["targets"]`. With `Abilities.side_outputs`, all outputs by name, the rows as `""`. A module
+        with targets returns what it predicts of them, or that as `""` and, as `"target"`, what it is compared with."""
 
 
 class AdapterDefaults:
@@ -191,6 +228,12 @@ class AdapterDefaults:
 
     def rows(self, incoming: int) -> int:
         return incoming
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        raise NotImplementedError(f"{type(self).__name__} makes no media")
+
+    def computed_rows(self, shape: tuple[int, ...]) -> int:
+        return self.item_latents(shape)
 
     def collate(
         self,
@@ -209,13 +252,17 @@ class AdapterRequest:
 
     Attributes:
         name: the module's name in the recipe; errors name its keys.
-        media: the kind of media it reads (encoders).
+        media: the kind of media it reads (encoders), or has its targets from (modules after the LLM).
         media_shape: raw shape of one item of that media, if the data source has a fixed one.
         vocab_size: tokens in the vocabulary of the data source.
         in_features: width of the incoming rows, None until the producer is resolved (or without one).
         out_features: width that its consumers need, None until one is resolved (or without one).
         placeholders: the module's producers -> the placeholder that their rows replace (None: rows as such).
         consumers: names of the modules that read its rows.
+        encoders: of a module after the LLM, the modules that feed it directly and do not come after the LLM, so that
+            their rows are its targets; None instead of one that is not resolved yet.
+        hidden: of an LLM, the hidden states that modules after it read, by output: the placeholder, and the layer.
+        loss: what its last stage computes; None: nothing, or, of an LLM, what it does by itself.
         pretrained: the directory that its weights come from, None for random ones.
         folder: of the recipe's file, where code that it names may lie; None if it was not read from a file.
         packed: whether the samples of a lane lie in one row.
@@ -230,6 +277,9 @@ class AdapterRequest:
     out_features: int | None = None
     placeholders: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     consumers: tuple[str, ...] = ()
+    encoders: Mapping[str, Adapter | None] = field(default_factory=lambda: MappingProxyType({}))
+    hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
+    loss: LossSpec | None = None
     model: str = ""
     pretrained: Pretrained | None = None
     folder: str | None = None
@@ -237,8 +287,13 @@ class AdapterRequest:
 
     @property
     def sources(self) -> dict[str, str]:
-        """`placeholders` of a sink, where each producer has one."""
+        """`placeholders` of an LLM, where each producer has one."""
         return {source: at for source, at in self.placeholders.items() if at is not None}
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is the last module after the LLM: it reads rows, and media are its targets."""
+        return self.media is not None and bool(self.placeholders) and not self.consumers
 
     @property
     def key(self) -> str:

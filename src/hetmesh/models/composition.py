@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import ModuleGraph, SampleMeta
-from hetmesh.graph.sample import kinds_of
+from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models.adapter import Adapter
 
@@ -35,18 +35,59 @@ def _media_of(graph: ModuleGraph, name: str) -> str | None:
 
 
 def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, ItemRows]:
-    """Per placeholder: a function from a media item's raw shape to its number of rows in the sink's sequence."""
-    into = [(b.at, b.source) for b in graph.boundaries if b.at is not None]
-    return {kind: _rows_of_item(graph, adapters, source) for at, source in into for kind in kinds_of(at)}
+    """Per placeholder: a function from a media item's raw shape to its number of rows in the LLM's sequence: those that
+    replace it, else those that a module after the LLM reads. Raises RecipeError: modules after it read other numbers.
+    """
+    found: dict[str, ItemRows] = {}
+    for b in graph.boundaries:
+        for kind in kinds_of(b.at or "") if not graph.out_of_llm(b) else ():
+            found[kind] = _rows_of_item(graph, adapters, b.source)
+    for b in graph.boundaries:
+        for kind in kinds_of(b.at or "") if graph.out_of_llm(b) else ():
+            reads = _rows_read(graph, adapters, b.destination)
+            found[kind] = _alike(found[kind], reads, b) if kind in found else reads
+    return found
+
+
+def _rows_read(graph: ModuleGraph, adapters: Mapping[str, Adapter], name: str) -> ItemRows:
+    """Rows of the LLM that a module after it reads of an item, directly or through modules that keep their number."""
+    after = graph.outputs(name)
+    return cache(adapters[name].item_rows) if not after else _rows_read(graph, adapters, after[0].destination)
+
+
+def _alike(rows: ItemRows, reads: ItemRows, boundary: BoundarySpec) -> ItemRows:
+    def checked(shape: tuple[int, ...]) -> int:
+        if rows(shape) != reads(shape):
+            raise SampleError(
+                f"boundary {boundary.name}: {boundary.destination!r} reads {reads(shape)} hidden states of an item of "
+                f"shape {shape}, which has {rows(shape)} tokens at {boundary.at!r}"
+            )
+        return rows(shape)
+
+    return cache(checked)
 
 
 def module_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dict[str, tuple[str | None, ItemRows]]:
-    """Per module except the sink: the kind of media of its rows, and from an item's raw shape the number of rows."""
-    return {
-        name: (_media_of(graph, name), _rows_of_item(graph, adapters, name))
-        for name in graph.order
-        if name != graph.sink.name
-    }
+    """Per module except the LLM: the kind of media of its rows, and from an item's raw shape the number of rows; after
+    the LLM of those that it computes. Per boundary out of the LLM, by its key, of the hidden states; and per loss that
+    does not count tokens, what it counts (`LOSS_UNITS`)."""
+    found: dict[str, tuple[str | None, ItemRows]] = {}
+    at = placeholder_rows(graph, adapters)
+    for name in graph.order:
+        if graph[name].media is not None and name in graph.topology.after_llm:
+            found[name] = graph[name].media, cache(adapters[name].computed_rows)
+        elif (placeholder := graph.topology.generated(name)) is not None:
+            found[name] = placeholder, at[kinds_of(placeholder)[0]]  # it keeps the number of rows
+        elif name != graph.llm.name:
+            found[name] = _media_of(graph, name), _rows_of_item(graph, adapters, name)
+    for b in graph.boundaries:
+        if graph.out_of_llm(b) and b.at is not None:
+            found[b.key] = b.at, at[kinds_of(b.at)[0]]
+    for name, loss in graph.losses.items():
+        if loss.unit != "tokens":
+            count = {"latents": adapters[name].item_latents, "frames": lambda shape: shape[0], "items": lambda _: 1}
+            found[name + LOSS_UNITS] = graph[name].media or _media_of(graph, name), cache(count[loss.unit])
+    return found
 
 
 def with_side_outputs(boundaries: Sequence[BoundarySpec], adapters: Mapping[str, Adapter]) -> tuple[BoundarySpec, ...]:
@@ -71,12 +112,12 @@ def sample_positions(
     graph: ModuleGraph, adapters: Mapping[str, Adapter]
 ) -> Callable[[SampleMeta], tuple[tuple[int, ...], ...]] | None:
     """A function from an expanded sample to its positions; None for an LLM whose positions are 0..tokens-1."""
-    positions = adapters[graph.sink.name].abilities.position_ids
+    positions = adapters[graph.llm.name].abilities.position_ids
     if positions is None:
         return None
     grids = {
         kind: cache(grid)
-        for b in graph.inputs(graph.sink.name)
+        for b in graph.inputs(graph.llm.name)
         if b.at is not None and (grid := adapters[b.source].abilities.item_grid) is not None
         for kind in kinds_of(b.at)
     }

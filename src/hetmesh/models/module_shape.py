@@ -22,7 +22,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_QUERIES, _OF_KEYS = {"q_proj": 1, "qkv": 3}, {"k_proj": 1, "qkv": 3}
 """Names of projections, and the number of equal parts of their outputs."""
 HEAD = "lm_head"
-"""The layer of a sink that runs only on target positions."""
+"""The layer of an LLM that runs only on target positions."""
 
 
 def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[str, Any] | None = None) -> ModuleShape:

@@ -6,8 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from hetmesh.errors import RecipeError, Refusals
+from hetmesh.graph import BoundarySpec, LossSpec
 from hetmesh.models.adapter import Adapter, AdapterRequest
 from hetmesh.models.named.clip import ClipAdapter
+from hetmesh.models.named.diffusion import DiffusersAdapter, VaeAdapter
+from hetmesh.models.named.flow import FlowAdapter
 from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.models.named.qwen3 import Qwen3Adapter
@@ -22,13 +25,16 @@ from hetmesh.models.split.projector import HfProjectorAdapter
 from hetmesh.models.user.make import make_user_adapter
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.keys import unknown
-from hetmesh.recipe.sections import Boundary, Module
+from hetmesh.recipe.sections import Module
 
 MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "siglip": SiglipAdapter.make,
     "clip": ClipAdapter.make,
     "whisper": WhisperAdapter.make,
     "mlp": MlpAdapter.make,
+    "flow": FlowAdapter.make,
+    "diffusers": DiffusersAdapter.make,
+    "diffusers_vae": VaeAdapter.make,
     "qwen3": Qwen3Adapter.make,
     "qwen3_moe": Qwen3MoeAdapter.make,
     "llama": LlamaAdapter.make,
@@ -45,11 +51,12 @@ needs a neighbour's width that the request does not have yet."""
 
 def make_adapters(
     modules: Mapping[str, Module],
-    boundaries: Sequence[Boundary],
+    boundaries: Sequence[BoundarySpec],
     media: Mapping[str, str | None],
     vocab_size: int,
     media_shapes: Mapping[str, tuple[int, ...]] | None = None,
     packed: Collection[str] = (),
+    losses: Mapping[str, LossSpec] | None = None,
 ) -> dict[str, Adapter]:
     """One adapter per module, in the order of `modules`. Pure apart from imports; needs no process group.
 
@@ -57,6 +64,7 @@ def make_adapters(
         media: per encoder the kind of media it reads (`Wiring.media`).
         media_shapes: raw shape of an item per kind of media, where the data source has one fixed shape.
         packed: the modules that get the samples of a lane in one row.
+        losses: of modules that say theirs.
 
     Raises:
         RecipeError: unknown models or config keys, of all modules; a width that nothing determines; or widths that
@@ -64,11 +72,18 @@ def make_adapters(
     """
     made: dict[str, Adapter] = {}
     refusals, refused = Refusals(), set[str]()
+    after = {b.destination for b in boundaries if b.output}  # the LLM's outputs have names
+    for _ in boundaries:
+        after |= {b.destination for b in boundaries if b.source in after}
+
+    def encodes(b: BoundarySpec) -> bool:
+        """Whether rows are the targets of a module after the LLM."""
+        return b.destination in after and not b.output and b.source not in after
 
     def request(name: str) -> AdapterRequest:
         into = [b for b in boundaries if b.destination == name]
         out_of = [b for b in boundaries if b.source == name]
-        emitted = [made[b.source].out_features for b in into if b.source in made]
+        emitted = [_emitted(made[b.source]) for b in into if b.source in made and not encodes(b)]
         consumed = [made[b.destination].in_features for b in out_of if b.destination in made]
         return AdapterRequest(
             name=name,
@@ -79,8 +94,11 @@ def make_adapters(
             vocab_size=vocab_size,
             in_features=next(iter(emitted), None),  # where neighbours differ, the check across boundaries names them
             out_features=next(iter(consumed), None),
-            placeholders={b.source: b.at for b in into},
+            placeholders={b.source: None if b.output else b.at for b in into},
             consumers=tuple(b.destination for b in out_of),
+            encoders={b.source: made.get(b.source) for b in into if encodes(b)},
+            hidden={b.output: (b.at, b.layer) for b in out_of if b.output and b.at is not None},
+            loss=(losses or {}).get(name),
             pretrained=pretrained_of(name, modules[name]),
             folder=getattr(modules[name], "folder", None),
             packed=name in packed,
@@ -108,14 +126,22 @@ def make_adapters(
             "give in_features and out_features in its config"
         )
     for b in boundaries:
-        emitted, consumed = made[b.source].out_features, made[b.destination].in_features
-        if emitted != consumed:
+        if made[b.source].out_features is None and not b.output:
+            refusals.add(f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it")
+            continue
+        emitted, consumed = _emitted(made[b.source]), made[b.destination].in_features
+        if emitted != consumed and not encodes(b):
             refusals.add(
                 f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
                 f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
             )
     refusals.finish()
     return {name: made[name] for name in modules}
+
+
+def _emitted(adapter: Adapter) -> int | None:
+    """The width of its rows; of an LLM that of its hidden states, which is that of the rows that it takes."""
+    return adapter.in_features if adapter.out_features is None else adapter.out_features
 
 
 def _make(model: str, request: AdapterRequest) -> Adapter | None:

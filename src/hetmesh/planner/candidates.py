@@ -87,9 +87,9 @@ def gathered_once(plan: LayoutPlan) -> LayoutPlan:
 
 def _windows(problem: Problem, plan: LayoutPlan) -> list[int]:
     """Microbatches of a window: halves of the step's, for as long as they fill the pipeline twice."""
-    sink = plan.modules[problem.graph.sink.name]
-    count, found = problem.global_batch_size // (sink.lanes * plan.microbatch_size), list[int]()
-    while count % 2 == 0 and count // 2 >= 2 * sink.degree("pp"):
+    llm = plan.modules[problem.graph.llm.name]
+    count, found = problem.global_batch_size // (llm.lanes * plan.microbatch_size), list[int]()
+    while count % 2 == 0 and count // 2 >= 2 * llm.degree("pp"):
         count //= 2
         found.append(count)
     return found
@@ -100,7 +100,7 @@ def _contexts(problem: Problem, facts: ModuleFacts, name: str, most: int) -> lis
     if isinstance(fixed, int):
         return [fixed] if facts.context_parallel or fixed == 1 else []
     spec = problem.graph[name]
-    tokens = problem.samples.tokens if name == problem.graph.sink.name else problem.samples.rows_of(name)
+    tokens = problem.samples.tokens if name == problem.graph.llm.name else problem.samples.rows_of(name)
     packed = spec.packed or facts.tokens_per_row > 0  # the tokens of an encoder's media never are padded
     long = packed and int(tokens.max(initial=0)) * (facts.tokens_per_row or 1) >= LONG_SAMPLE_TOKENS
     return powers_of_two(min(most, _MAX_CONTEXT)) if facts.context_parallel and long else [1]
@@ -166,7 +166,7 @@ def rank_splits(problem: Problem, work: Mapping[str, float]) -> Iterator[tuple[i
 
 
 def microbatch_sizes(problem: Problem, lanes: int, stages: int) -> list[int]:
-    """Samples per microbatch and lane of the sink that divide its share of the batch: powers of two where some do, with
+    """Samples per microbatch and lane of the LLM that divide its share of the batch: powers of two where some do, with
     at least as many microbatches as stages where there are enough."""
     each, rest = divmod(problem.global_batch_size, lanes)
     if rest or not each:
@@ -194,9 +194,9 @@ def schedules(
     problem: Problem, placement: str, modules: Mapping[str, ModulePlan]
 ) -> Iterator[tuple[str, dict[str, ModulePlan]]]:
     """Schedules that suit a layout, and its modules with the stages per rank that these take."""
-    *encoders, sink = modules.values()
-    pp = sink.degree("pp")
-    beside = [own for own in encoders if own.ranks == sink.ranks]
+    *encoders, llm = modules.values()
+    pp = llm.degree("pp")
+    beside = [own for own in encoders if own.ranks == llm.ranks]
     found = ["sequential"]
     if pp > 1 and beside:
         # Encoders on all ranks between two stages of the LLM stop its pipeline. Where they are pipelines along it, they
@@ -211,7 +211,7 @@ def schedules(
             continue
         # On ranks of their own encoders keep ahead with one stage per rank.
         each = [
-            [own, *(in_turns(problem.facts[module], own) if own in beside or own is sink else ())]
+            [own, *(in_turns(problem.facts[module], own) if own in beside or own is llm else ())]
             for module, own in modules.items()
         ]
         for chosen in itertools.product(*each):
@@ -227,12 +227,12 @@ def in_turns(facts: ModuleFacts, plan: ModulePlan) -> Iterator[ModulePlan]:
     yield from (replace(plan, stages_per_rank=count) for count in sorted(found - {1}))
 
 
-def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
-    """All modules as the sink lies: in its pipeline, as the first layers of one chain; or before a pipeline, on the
+def homogeneous(problem: Problem, llm: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
+    """All modules as the LLM lies: in its pipeline, as the first layers of one chain; or before a pipeline, on the
     ranks of its first stage. Ranks that share tokens are lanes there. What is computed again may differ by module."""
-    reshard: Reshard = sink.reshard_after_forward if sink.degree("dp_shard") > 1 else "default"
-    pp, replicate, shard, cp, tp = sink.degrees
-    first, stop = sink.ranks
+    reshard: Reshard = llm.reshard_after_forward if llm.degree("dp_shard") > 1 else "default"
+    pp, replicate, shard, cp, tp = llm.degrees
+    first, stop = llm.ranks
     for own_pp in dict.fromkeys((1, pp)):
         choices: list[list[ModulePlan]] = []
         for name in problem.own[:-1]:
@@ -243,20 +243,20 @@ def homogeneous(problem: Problem, sink: ModulePlan) -> Iterator[dict[str, Module
             own = ModulePlan(
                 (first, first + (stop - first) * own_pp // pp),
                 (own_pp, replicate * cp, shard, 1, tp),
-                reshard=reshard if own_pp < pp else sink.reshard,
+                reshard=reshard if own_pp < pp else llm.reshard,
                 sequence_parallel=bool(shared),
             )
             either = (replace(own, activation_checkpoint=again) for again in _CHECKPOINTS)
             choices.append([plan for plan in either if _agrees(problem, name, plan)])
         else:
             for chosen in itertools.product(*choices):
-                yield dict(zip(problem.own, (*chosen, sink), strict=True))
+                yield dict(zip(problem.own, (*chosen, llm), strict=True))
 
 
-def suits(plan: ModulePlan, sink: ModulePlan) -> bool:
-    """Whether an encoder may lie so on the ranks of the sink: its pipelines along the sink's, its tensor parallel ranks
+def suits(plan: ModulePlan, llm: ModulePlan) -> bool:
+    """Whether an encoder may lie so on the ranks of the LLM: its pipelines along the LLM's, its tensor parallel ranks
     among those of one stage (Optimus, arXiv 2408.03505, section 4.1)."""
-    pp, tp = sink.degree("pp"), sink.degree("tp")
+    pp, tp = llm.degree("pp"), llm.degree("tp")
     return pp % plan.degree("pp") == 0 and (pp == 1 or tp % plan.degree("tp") == 0)
 
 
@@ -267,8 +267,8 @@ def with_schedules(
     if problem.fixed.get(("", "placement"), placement) != placement:
         return
     for modules in choices:
-        sink = modules[problem.graph.sink.name]
-        for size in microbatch_sizes(problem, sink.lanes, sink.degree("pp")):
+        llm = modules[problem.graph.llm.name]
+        for size in microbatch_sizes(problem, llm.lanes, llm.degree("pp")):
             for schedule, chosen in schedules(problem, placement, modules):
                 plan = LayoutPlan(placement, chosen, schedule, size)
                 if can_run(plan):
@@ -295,12 +295,12 @@ def can_run(plan: LayoutPlan) -> bool:
 
 
 def encoder_pipelines(plan: LayoutPlan, name: str) -> int:
-    """Lanes of an encoder on the ranks of one lane of the sink; 0 where one lies on ranks of several, or of none."""
-    own, sink = plan.modules[name], [*plan.modules.values()][-1]
-    each, rest = divmod(own.lanes, sink.lanes)
-    if plan.placement != "colocated" or own.ranks != sink.ranks or rest:
+    """Lanes of an encoder on the ranks of one lane of the LLM; 0 where one lies on ranks of several, or of none."""
+    own, llm = plan.modules[name], [*plan.modules.values()][-1]
+    each, rest = divmod(own.lanes, llm.lanes)
+    if plan.placement != "colocated" or own.ranks != llm.ranks or rest:
         return 0
-    shared = lane_affinity(ModuleSpec(name, own.mesh), ModuleSpec("sink", sink.mesh))
+    shared = lane_affinity(ModuleSpec(name, own.mesh), ModuleSpec("llm", llm.mesh))
     return each if shared is not None and bool(((shared > 0).sum(1) == 1).all()) else 0
 
 

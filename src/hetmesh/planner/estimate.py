@@ -61,7 +61,7 @@ class Estimator:
         self._sorted_tokens = np.sort(problem.samples.tokens).astype(float)
 
     def least(self, plan: LayoutPlan) -> tuple[float, int]:
-        """What a step takes at least, and what ranks hold, by the sink alone: whatever its stages per rank, however its
+        """What a step takes at least, and what ranks hold, by the LLM alone: whatever its stages per rank, however its
         parameters are gathered, wherever encoders lie. Raises HetmeshError: see `estimate`."""
         name = self.problem.own[-1]
         own = plan.modules[name]
@@ -81,34 +81,34 @@ class Estimator:
 
     def estimate(self, plan: LayoutPlan, most: float = math.inf) -> tuple[float, int]:
         """Seconds of a step and bytes of the rank that holds most, both rough; without the encoders, a lower bound,
-        where the sink alone takes longer than `most` or does not fit. Raises HetmeshError: it has no such layout."""
+        where the LLM alone takes longer than `most` or does not fit. Raises HetmeshError: it has no such layout."""
         problem, (*encoders, name) = self.problem, self.problem.own
         own = plan.modules[name]
         samples = plan.microbatch_size * own.lanes
         microbatches = problem.global_batch_size // samples
-        sink = self._module(name, own, plan.microbatch_size)
+        llm = self._module(name, own, plan.microbatch_size)
         flight = min(_in_flight(plan, own, microbatches), microbatches)
-        bubble, peak = _bubble(plan, own, sink) + microbatches * _uneven(plan, own, sink), sink.peak(flight)
-        seconds = microbatches * sink.slowest + bubble + sink.once
-        if seconds > most or (problem.limit and most < math.inf and peak + sink.beside > problem.tensor_limit):
-            return seconds, math.ceil(peak) + sink.beside
+        bubble, peak = _bubble(plan, own, llm) + microbatches * _uneven(plan, own, llm), llm.peak(flight)
+        seconds = microbatches * llm.slowest + bubble + llm.once
+        if seconds > most or (problem.limit and most < math.inf and peak + llm.beside > problem.tensor_limit):
+            return seconds, math.ceil(peak) + llm.beside
         before = [self._module(each, plan.modules[each], samples / plan.modules[each].lanes) for each in encoders]
         # The first of stages that take turns holds microbatches until all others have had their backwards.
         first = own.degree("pp") * (1 if own.stages_per_rank == 1 else 3 if plan.options.early else 2)
-        once = max(sink.once, *(module.once for module in before), 0.0)
+        once = max(llm.once, *(module.once for module in before), 0.0)
         if plan.placement == "disjoint":
-            slowest = max(sink.slowest, *(module.slowest for module in before))
+            slowest = max(llm.slowest, *(module.slowest for module in before))
             bubbles = [module.whole for module in before]
-            peaks = [peak + sink.beside]
+            peaks = [peak + llm.beside]
             for each, module in zip(encoders, before, strict=True):
                 ahead = first + _in_flight(plan, plan.modules[each], microbatches)
                 peaks.append(module.peak(min(ahead, microbatches)) + module.beside)
             return microbatches * slowest + bubble + max(bubbles) + once, math.ceil(max(peaks))
-        seconds -= sink.once
+        seconds -= llm.once
         for each, module in zip(encoders, before, strict=True):
             layout, ahead = plan.modules[each], flight
             if layout.ranks != own.ranks:  # before the first stage, on its ranks
-                seconds = max(seconds, microbatches * (sink.first + module.whole) + bubble) + module.whole
+                seconds = max(seconds, microbatches * (llm.first + module.whole) + bubble) + module.whole
             else:
                 seconds += microbatches * module.slowest + _bubble(plan, layout, module)
             if plan.schedule == "three_phase":
@@ -119,8 +119,8 @@ class Estimator:
                 ahead = first + _in_flight(plan, layout, microbatches)
             peak += module.peak(min(ahead, microbatches))
         if plan.schedule != "interleaved":
-            once = sink.once + sum(module.once for module in before)
-        return seconds + once, math.ceil(peak) + max(sink.beside, *(module.beside for module in before), 0)
+            once = llm.once + sum(module.once for module in before)
+        return seconds + once, math.ceil(peak) + max(llm.beside, *(module.beside for module in before), 0)
 
     def _module(self, name: str, plan: ModulePlan, samples: float) -> ModuleEstimate:
         node = self.problem.machine.ranks_per_node or self.problem.ranks
@@ -135,10 +135,10 @@ class Estimator:
         upstream = any(map(graph.needs_gradient, graph.inputs(name)))
         module = ModuleCosts(spec, problem.facts[name].shape, upstream, self.layers)
         work = problem.typical_work(name, samples)
-        rows = problem.samples.tokens if name == graph.sink.name else problem.samples.rows_of(name)
+        rows = problem.samples.tokens if name == graph.llm.name else problem.samples.rows_of(name)
         mean = float(rows.mean()) or 1.0
         spread = 2.0 * float(rows.std()) / mean / math.sqrt(max(samples, 1.0))
-        if name == graph.sink.name and not spec.packed:
+        if name == graph.llm.name and not spec.packed:
             work = replace(work, **self._padded(samples))
             spread = min(spread, samples * float(rows.max()) / work.rows - 1.0)
         shared = plan.degree("cp")

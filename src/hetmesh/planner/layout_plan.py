@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, first_stage_mesh
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, stage_mesh_alone
 from hetmesh.graph.module_graph import CheckpointMode, Reshard, reshard_in_pipeline
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
@@ -86,9 +86,9 @@ class LayoutPlan:
         placement: one of `PLACEMENTS`.
         modules: of the modules with meshes of their own.
         schedule: a key of `hetmesh.schedule.POLICIES`.
-        microbatch_size: samples per microbatch and lane of the sink.
+        microbatch_size: samples per microbatch and lane of the LLM.
         options: of the schedule, as far as recipes have keys for them.
-        shares: of encoders whose lanes take whole microbatches, how many each on the ranks of a lane of the sink takes.
+        shares: of encoders whose lanes take whole microbatches, how many each on the ranks of a lane of the LLM takes.
     """
 
     placement: str
@@ -101,9 +101,9 @@ class LayoutPlan:
     @property
     def encoder_sizes(self) -> dict[str, int]:
         """Samples per lane and microbatch of encoders that have microbatches of their own: those with more lanes than a
-        microbatch of the sink has samples, which would leave lanes idle otherwise."""
-        *encoders, sink = self.modules
-        samples = self.microbatch_size * self.modules[sink].lanes
+        microbatch of the LLM has samples, which would leave lanes idle otherwise."""
+        *encoders, llm = self.modules
+        samples = self.microbatch_size * self.modules[llm].lanes
         if self.placement == "homogeneous":
             return {}
         return {name: 1 for name in encoders if self.modules[name].lanes > samples and name not in self.shares}
@@ -135,7 +135,7 @@ def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
     specs: dict[str, ModuleSpec] = {}
     for name in reversed(graph.order):  # consumers first
         if name not in meshes:
-            meshes[name] = first_stage_mesh(meshes[graph.outputs(name)[0].destination])
+            meshes[name] = stage_mesh_alone(meshes[graph.outputs(name)[0].destination], 0)
         own = plan.modules.get(name)
         spec = laid_out_module(problem, name, meshes[name], own)
         if own is None:  # the keys of its layout come with the mesh
@@ -179,8 +179,8 @@ def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan
             work=work,
             seconds=seconds,
         )
-    sink, shared = name == graph.sink.name, bool(axes)
-    if sink and options.sequence_parallel:
+    llm, shared = name == graph.llm.name, bool(axes)
+    if llm and options.sequence_parallel:
         axes = (*axes, "tp")
     return replace(
         spec,
@@ -189,7 +189,7 @@ def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan
         frozen_layers=facts.frozen_layers if stages > 1 else frozenset(),
         activation=facts.activation if stages > 1 else None,
         options=options,
-        packed=sink and (spec.packed or shared),
-        token_axes=axes if sink or not graph.inputs(name) else (),
+        packed=llm and (spec.packed or shared),
+        token_axes=axes if llm or not graph.inputs(name) else (),
         tokens_per_row=facts.tokens_per_row if shared else 0,
     )

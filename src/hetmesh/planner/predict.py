@@ -38,9 +38,9 @@ from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 def some_lanes(graph: ModuleGraph, least: int = 1) -> tuple[ModuleGraph, float]:
     """The graph of the first lanes of every module of `graph`, so many that they exchange rows with each other alone
-    where all lanes get equally much: of the sink at least `least`, of the others in proportion; and the share of the
-    sink's lanes that is in it. Ranks keep their numbers."""
-    total = graph.sink.num_lanes
+    where all lanes get equally much: of the LLM at least `least`, of the others in proportion; and the share of the
+    LLM's lanes that is in it. Ranks keep their numbers."""
+    total = graph.llm.num_lanes
     step = math.lcm(*(total // math.gcd(total, graph[name].num_lanes) for name in graph.order))
     for count in range(step, total, step):
         if count < least:
@@ -53,16 +53,16 @@ def some_lanes(graph: ModuleGraph, least: int = 1) -> tuple[ModuleGraph, float]:
 
 
 def _taken(graph: ModuleGraph, name: str, count: int) -> list[int] | None:
-    """The lanes of a module that go with the first `count` of the sink; None where lanes would be torn apart."""
-    own, sink = lane_ranks(graph[name]), lane_ranks(graph.sink)
-    if name == graph.sink.name:
+    """The lanes of a module that go with the first `count` of the LLM; None where lanes would be torn apart."""
+    own, llm = lane_ranks(graph[name]), lane_ranks(graph.llm)
+    if name == graph.llm.name:
         return list(range(count))
-    wanted = len(own) * count // len(sink)
-    inside, all_of_sink = set().union(*sink[:count]), set().union(*sink)
-    if not set().union(*own) & all_of_sink:
+    wanted = len(own) * count // len(llm)
+    inside, all_of_llm = set().union(*llm[:count]), set().union(*llm)
+    if not set().union(*own) & all_of_llm:
         return list(range(wanted))
     found = [i for i, lane in enumerate(own) if lane & inside]
-    if len(found) != wanted or any(own[i] & (all_of_sink - inside) for i in found):
+    if len(found) != wanted or any(own[i] & (all_of_llm - inside) for i in found):
         return None
     return found
 
@@ -77,7 +77,7 @@ def _of_lanes(spec: ModuleSpec, lanes: list[int]) -> ModuleSpec:
 
 
 MIN_LANES = 4
-"""Lanes of the sink in a simulation that decides, at least."""
+"""Lanes of the LLM in a simulation that decides, at least."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Predictor:
 
     Args:
         batches: sampled global batches; their mean counts.
-        lanes: of the sink that are simulated at least; all of them where there are fewer.
+        lanes: of the LLM that are simulated at least; all of them where there are fewer.
         quick: balances by the first candidate of `auto` alone, counts the bytes of fewer transfers, and lets all lanes
             of a stage start together.
         assignments: what balancers made of batches, shared with other predictors; filled on the way.

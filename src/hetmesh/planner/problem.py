@@ -57,7 +57,7 @@ class Problem:
     """A search.
 
     Attributes:
-        graph: the modules and boundaries; the meshes and stages of its modules count for nothing. Where the sink does
+        graph: the modules and boundaries; the meshes and stages of its modules count for nothing. Where the LLM does
             not pack samples, a layout whose ranks share tokens does.
         facts: of every module.
         machine: its peaks, links and memory.
@@ -131,5 +131,5 @@ class Problem:
 
     @cached_property
     def own(self) -> tuple[str, ...]:
-        """The modules with meshes of their own; the sink is the last."""
+        """The modules with meshes of their own; the LLM is the last."""
         return tuple(name for name in self.graph.order if self.facts[name].alone)

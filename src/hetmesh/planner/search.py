@@ -221,7 +221,7 @@ class _Search:
         return found
 
     def _nearest(self, leader: LayoutPlan, near: list[LayoutPlan]) -> list[list[LayoutPlan]]:
-        """Of the neighbours of `leader` those with the least estimates, with its layout of the sink and without."""
+        """Of the neighbours of `leader` those with the least estimates, with its layout of the LLM and without."""
         same = [_group(plan) == _group(leader) for plan in near]
         kinds = [[plan for plan, own in zip(near, same, strict=True) if own is kind] for kind in (True, False)]
         fronts = [self._promising(plans) for plans in kinds if plans]
@@ -279,10 +279,10 @@ class _Search:
         """`plan` under bubble_fill, over the schedules of the LLM that are like its own."""
         name = self.problem.own[-1]
         modules = {each: replace(own, stages_per_rank=1) for each, own in plan.modules.items()}
-        sink = plan.modules[name]
+        llm = plan.modules[name]
         kinds = [("1f1b", modules[name]), ("zero_bubble", modules[name])]
-        if sink.stages_per_rank > 1:
-            kinds = [("1f1b", modules[name]), ("interleaved", sink)]
+        if llm.stages_per_rank > 1:
+            kinds = [("1f1b", modules[name]), ("interleaved", llm)]
         for inner, own in kinds:
             options = PolicyOptions(inner=inner, early=inner == "interleaved" and plan.options.early)
             yield replace(plan, modules={**modules, name: own}, schedule="bubble_fill", options=options)
@@ -300,8 +300,8 @@ class _Search:
 
     def _uneven(self, plan: LayoutPlan) -> Iterator[LayoutPlan]:
         """`plan` with the best split of microbatches over the lanes of each encoder in turn, as one batch has it."""
-        sink = plan.modules[self.problem.graph.sink.name]
-        microbatches = self.problem.global_batch_size // (sink.lanes * plan.microbatch_size)
+        llm = plan.modules[self.problem.graph.llm.name]
+        microbatches = self.problem.global_batch_size // (llm.lanes * plan.microbatch_size)
         for name in self.problem.own[:-1]:
             if (pipelines := encoder_pipelines(plan, name)) < 2:
                 continue
@@ -325,10 +325,10 @@ class _Search:
 
 
 def _group(plan: LayoutPlan) -> tuple:
-    """What candidates have in common of which the best estimate is enough: how the sink lies, and microbatches. Of what
+    """What candidates have in common of which the best estimate is enough: how the LLM lies, and microbatches. Of what
     else may differ estimates know more, and neighbours lead from one to the other."""
-    *_, sink = plan.modules.values()
-    return sink.ranks, sink.degrees, sink.activation_checkpoint, plan.microbatch_size
+    *_, llm = plan.modules.values()
+    return llm.ranks, llm.degrees, llm.activation_checkpoint, plan.microbatch_size
 
 
 def _in_rounds(front: list[LayoutPlan]) -> list[LayoutPlan]:
@@ -354,8 +354,8 @@ def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
     """All candidates of a placement."""
     *encoders, last = problem.own
     if placement == "homogeneous":
-        for sink in module_plans(problem, last, 0, problem.ranks):
-            yield from with_schedules(problem, placement, homogeneous(problem, sink))
+        for llm in module_plans(problem, last, 0, problem.ranks):
+            yield from with_schedules(problem, placement, homogeneous(problem, llm))
         return
     if not encoders:
         return
@@ -368,10 +368,10 @@ def candidates(problem: Problem, placement: str) -> Iterator[LayoutPlan]:
             places.append(dict(zip(problem.own, zip([0, *stops], stops, strict=False), strict=True)))
     for place in places:
         layouts = [list(module_plans(problem, name, start, stop - start)) for name, (start, stop) in place.items()]
-        for sink in layouts.pop():
-            suiting = [[own for own in each if placement == "disjoint" or suits(own, sink)] for each in layouts]
+        for llm in layouts.pop():
+            suiting = [[own for own in each if placement == "disjoint" or suits(own, llm)] for each in layouts]
             for chosen in itertools.product(*suiting):
-                yield from with_schedules(problem, placement, [dict(zip(problem.own, (*chosen, sink), strict=True))])
+                yield from with_schedules(problem, placement, [dict(zip(problem.own, (*chosen, llm), strict=True))])
 
 
 def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
@@ -388,11 +388,11 @@ def neighbours(problem: Problem, plan: LayoutPlan) -> Iterator[LayoutPlan]:
 
 
 def _with(problem: Problem, plan: LayoutPlan, modules: Mapping[str, ModulePlan]) -> Iterator[LayoutPlan]:
-    *encoders, sink = modules.values()
+    *encoders, llm = modules.values()
     choices: Iterable[Mapping[str, ModulePlan]] = [modules]
     if plan.placement == "homogeneous":
-        choices = homogeneous(problem, sink)
-    elif plan.placement == "colocated" and not all(suits(own, sink) for own in encoders):
+        choices = homogeneous(problem, llm)
+    elif plan.placement == "colocated" and not all(suits(own, llm) for own in encoders):
         return
     choices = [{name: replace(own, stages_per_rank=1) for name, own in each.items()} for each in choices]
     for near in with_schedules(problem, plan.placement, choices):

@@ -50,16 +50,16 @@ def splits_tokens(recipe: Recipe, name: str) -> bool:
 
 
 def packs(recipe: Recipe, name: str) -> bool:
-    """Whether the samples of a lane lie in one row: in the sink, if the recipe asks for it, if ranks share its tokens,
+    """Whether the samples of a lane lie in one row: in the LLM, if the recipe asks for it, if ranks share its tokens,
     or if its mask is one that only hetmesh's own attention knows."""
     shared = recipe.wiring.meshes[name].axis_size("cp") > 1
-    return packs_anyway(recipe, name) or (name == recipe.sink and shared)
+    return packs_anyway(recipe, name) or (name == recipe.llm and shared)
 
 
 def packs_anyway(recipe: Recipe, name: str) -> bool:
     """The same, whatever its layout."""
     masked = recipe.modules[name].attention_mask != "causal"
-    return name == recipe.sink and (recipe.training.pack_samples or masked)
+    return name == recipe.llm and (recipe.training.pack_samples or masked)
 
 
 def token_assignment(recipe: Recipe, name: str) -> str:
@@ -70,8 +70,8 @@ def token_assignment(recipe: Recipe, name: str) -> str:
 
 
 def token_axes(recipe: Recipe, name: str) -> tuple[str, ...]:
-    """Mesh axes whose ranks share the tokens of a lane. Only the sink has tokens, and an encoder those of its media."""
+    """Mesh axes whose ranks share the tokens of a lane. Only the LLM has tokens, and an encoder those of its media."""
     cp = ("cp",) if recipe.wiring.meshes[name].axis_size("cp") > 1 else ()
-    if name == recipe.sink:
+    if name == recipe.llm:
         return (*cp, "tp") if splits_tokens(recipe, name) else cp
     return () if recipe.wiring.topology.inputs(name) else cp

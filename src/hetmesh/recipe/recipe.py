@@ -68,9 +68,9 @@ class Recipe(sections.Section):
         return next((table.folder for table in (self.data, *self.modules.values()) if table.folder is not None), None)
 
     @property
-    def sink(self) -> str:
+    def llm(self) -> str:
         """The module that computes the loss: the LLM."""
-        return self.wiring.sink
+        return self.wiring.llm
 
     @property
     def world_size(self) -> int:
@@ -80,7 +80,7 @@ class Recipe(sections.Section):
     @property
     def lanes(self) -> int:
         """Data-parallel coordinates of the LLM."""
-        return self.wiring.lanes(self.sink)
+        return self.wiring.lanes(self.llm)
 
     @cached_property
     def batch(self) -> BatchSizes:
@@ -105,7 +105,7 @@ class Recipe(sections.Section):
         return self.schedule_key("pipeline_parallel_schedule") or "sequential"
 
     @property
-    def sink_schedule(self) -> str:
+    def llm_schedule(self) -> str:
         """The policy by which the LLM's own stages take turns: what bubble_fill fills, else `schedule`."""
         return (self.schedule_key("bubble_fill_schedule") or "1f1b") if self.fills_bubbles else self.schedule
 
@@ -115,15 +115,15 @@ class Recipe(sections.Section):
         return self.schedule == "bubble_fill"
 
     def schedule_key(self, key: str) -> Any:
-        """A key of the whole run's schedule, from the sink's table or the flat one; None if neither has it."""
-        own = self.parallelism.modules.get(self.sink)
+        """A key of the whole run's schedule, from the LLM's table or the flat one; None if neither has it."""
+        own = self.parallelism.modules.get(self.llm)
         value = None if own is None else getattr(own, key)
         return getattr(self.parallelism, key) if value is None else value
 
     def schedule_place(self, key: str) -> str:
-        """The full name of a key of the whole run's schedule, for messages: in the sink's table or the flat one."""
-        own = self.parallelism.modules.get(self.sink)
-        return f"parallelism.{key}" if own is None or getattr(own, key) is None else f"parallelism.{self.sink}.{key}"
+        """The full name of a key of the whole run's schedule, for messages: in the LLM's table or the flat one."""
+        own = self.parallelism.modules.get(self.llm)
+        return f"parallelism.{key}" if own is None or getattr(own, key) is None else f"parallelism.{self.llm}.{key}"
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -155,6 +155,8 @@ def place_beside(recipe: Recipe, folder: str) -> None:
     for module in recipe.modules.values():
         if ":" in module.model:
             module.beside(folder)
+        if module.loss is not None and ":" in module.loss.kind:
+            module.loss.beside(folder)
     if any(":" in source for source in (recipe.data.source, *(table.source for table in recipe.data.mixture))):
         recipe.data.beside(folder)
     if any(":" in name for name in recipe.optimizer.names):
@@ -214,14 +216,14 @@ def _tables(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
-    """Those of the whole run are given once, or twice alike: in `[parallelism]`, in the sink's table."""
+    """Those of the whole run are given once, or twice alike: in `[parallelism]`, in the LLM's table."""
     for name, table in recipe.parallelism.modules.items():
         for key in sections.ScheduleKeys.model_fields:
             flat, own = getattr(recipe.parallelism, key), getattr(table, key)
-            if own is not None and name != recipe.sink:
+            if own is not None and name != recipe.llm:
                 refusals.add(
                     f"parallelism.{name}.{key}: the schedule is the whole run's; write it in [parallelism] or in "
-                    f"[parallelism.{recipe.sink}]"
+                    f"[parallelism.{recipe.llm}]"
                 )
             elif None not in (flat, own) and flat != own:
                 refusals.add(
@@ -238,13 +240,13 @@ def _check_balance(recipe: Recipe, refusals: Refusals) -> None:
         for name in getattr(keys, key):
             if name not in recipe.modules:
                 refusals.add(f"balance.{key}.{name}: no such module; there are {', '.join(sorted(recipe.modules))}")
-    if recipe.sink in keys.microbatch_sizes:
+    if recipe.llm in keys.microbatch_sizes:
         refusals.add(
-            f"balance.microbatch_sizes.{recipe.sink}: that of the LLM is parallelism.pipeline_parallel_microbatch_size "
+            f"balance.microbatch_sizes.{recipe.llm}: that of the LLM is parallelism.pipeline_parallel_microbatch_size "
             "or training.local_batch_size"
         )
-    if recipe.sink in keys.microbatch_shares:
-        refusals.add(f"balance.microbatch_shares.{recipe.sink}: lanes of encoders share microbatches, not the LLM's")
+    if recipe.llm in keys.microbatch_shares:
+        refusals.add(f"balance.microbatch_shares.{recipe.llm}: lanes of encoders share microbatches, not the LLM's")
     for name in sorted(set(keys.microbatch_sizes) & set(keys.microbatch_shares)):
         refusals.add(
             f"balance.microbatch_sizes.{name} and balance.microbatch_shares.{name}: lanes take samples of each "

@@ -94,6 +94,19 @@ class LoRA(Section):
     target_modules: tuple[str, ...] | None = None
 
 
+class Loss(NamesCode):
+    """`[modules.<name>.loss]`: what the module is trained by, besides what modules after it are.
+
+    The loss of a step is the sum over modules of `weight` times the loss summed over the global batch and divided by
+    its count of `unit`: target "tokens" of the LLM; or, of the media items that a module after it makes, "latents"
+    (rows of their targets), "frames" (their first dims) or "items".
+    """
+
+    kind: str  # "cross_entropy", "mse", "flow_matching" or "package.module:function"
+    weight: NotNegative = 1.0  # 0: measured, and not trained
+    unit: Literal["tokens", "latents", "frames", "items"] | None = None  # None: tokens or latents, as kind says
+
+
 class Module(NamesCode):
     """`[modules.<name>]`: one module of the model.
 
@@ -113,6 +126,7 @@ class Module(NamesCode):
     initial_load_path: Annotated[str, Field(min_length=1)] | None = None  # a Hugging Face directory; None: random
     trainable: Trainable = True  # false: no gradient, no optimizer state, no backward
     lora: LoRA | None = None
+    loss: Loss | None = None  # None: of the LLM cross_entropy, of others none
     activation_checkpoint: CheckpointMode | None = None
     mixed_precision_param: ComputeDtype | None = None
     media: str | None = None
@@ -123,15 +137,17 @@ class Module(NamesCode):
 
 
 class Boundary(Section):
-    """One `[[boundaries]]`: rows of module `from` go to module `to`, `at` being the placeholder that they replace."""
+    """One `[[boundaries]]`: rows of module `from` go to module `to`, `at` being the placeholder that they replace; from
+    the LLM they are the hidden states of its tokens, after `layer`, or as its head reads them."""
 
     source: str = Field(alias="from")
     destination: str = Field(alias="to")
     at: str | None = None
+    layer: str | None = None  # of the LLM that they come from
 
 
 class ScheduleKeys(Section):
-    """Keys of the whole run's schedule; written in a flat `[parallelism]` or in the sink module's own table."""
+    """Keys of the whole run's schedule; written in a flat `[parallelism]` or in the LLM module's own table."""
 
     pipeline_parallel_schedule: SchedulePolicy | None = None  # None: "sequential"
     pipeline_parallel_microbatch_size: Size | None = None  # samples per LLM lane and microbatch; None: local_batch_size

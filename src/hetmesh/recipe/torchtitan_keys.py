@@ -301,7 +301,7 @@ def differing_defaults(recipe: Recipe) -> list[str]:
         mesh = recipe.wiring.meshes[name]
         if mesh.axis_size("dp_replicate") > 1 and table.data_parallel_replicate_degree is None:
             found.append(_said(f"parallelism.{name}", table, "data_parallel_shard_degree", -1))
-        if mesh.axis_size("tp") > 1 and name == recipe.sink:
+        if mesh.axis_size("tp") > 1 and name == recipe.llm:
             found.append(_said(f"parallelism.{name}", table, "enable_sequence_parallel", True))
     if any(mesh.axis_size("pp") > 1 for mesh in recipe.wiring.meshes.values()):
         for key, ours, theirs in (

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hetmesh.errors import GraphError, RecipeError, Refusals
-from hetmesh.graph.module_graph import LANE_AXES, expert_axis, experts_mesh, first_stage_mesh
+from hetmesh.graph.module_graph import LANE_AXES, LossSpec, Unit, expert_axis, experts_mesh, stage_mesh_alone
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
-from hetmesh.recipe.sections import ModuleParallelism
+from hetmesh.recipe.keys import unknown
+from hetmesh.recipe.sections import Loss, ModuleParallelism
 from hetmesh.recipe.values import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ EXPERT_DEGREE = "expert_parallel_degree"
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
     """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
     nothing else is left; with experts an axis `ep` after the data-parallel ones. A module without a table takes its
-    consumer's. Raises RecipeError: of all modules whose degrees do not fit their ranks."""
+    consumer's, one after the LLM its producer's. Raises RecipeError: of all modules whose degrees do not fit their
+    ranks."""
     everywhere = _all_ranks(tables)
     meshes: dict[str, MeshSpec] = {}
     refusals = Refusals()
@@ -45,12 +47,26 @@ def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -
         if name in tables:
             with refusals.collect():
                 meshes[name] = _mesh(f"parallelism.{name}", tables[name], everywhere)
-        elif not consumers:
+        elif name in topology.after_llm:
+            continue
+        elif name == topology.llm or not consumers:
             meshes[name] = MeshSpec(everywhere, ("dp_replicate",), (len(everywhere),))
         elif consumers[0] in meshes:
-            meshes[name] = first_stage_mesh(meshes[consumers[0]])
+            meshes[name] = stage_mesh_alone(meshes[consumers[0]], 0)
     refusals.finish()
+    for name in topology.order:
+        if name not in meshes:
+            meshes[name] = stage_mesh_alone(meshes[_producer(topology, name)], -1)
+    for name in reversed(topology.order):  # of encoders that feed them
+        if name not in meshes:
+            meshes[name] = stage_mesh_alone(meshes[topology.outputs(name)[0].destination], 0)
     return {name: meshes[name] for name in topology.names}
+
+
+def _producer(topology: Topology, name: str) -> str:
+    """Of a module after the LLM, the first of those that feed it that is the LLM or after it."""
+    sources = [b.source for b in topology.inputs(name)]
+    return next(source for source in sources if source == topology.llm or source in topology.after_llm)
 
 
 def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
@@ -108,18 +124,20 @@ class Wiring:
         meshes: where each module lies.
         tables: per module, whose `[parallelism.<module>]` table holds for it: its own, or that of its nearest consumer
             that has one, whose mesh it takes; None where there is none.
-        media: per module, the kind of media it reads; None for one that reads rows or tokens.
+        media: per module, the kind of media it reads, or has its targets from; None for one that reads rows or tokens.
+        losses: of the modules that say theirs.
     """
 
     topology: Topology
     meshes: Mapping[str, MeshSpec]
     tables: Mapping[str, str | None]
     media: Mapping[str, str | None]
+    losses: Mapping[str, LossSpec]
 
     @property
-    def sink(self) -> str:
-        """The module that computes the loss."""
-        return self.topology.sink
+    def llm(self) -> str:
+        """The module that reads tokens."""
+        return self.topology.llm
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -137,74 +155,148 @@ class Wiring:
 
 
 def wiring(recipe: Recipe) -> Wiring:
-    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one sink,
-    `at` or `media` is missing or out of place, or ranks and degrees do not fit."""
-    boundaries = tuple(BoundarySpec(b.source, b.destination, b.at) for b in recipe.boundaries)
-    try:
-        topology = Topology(tuple(recipe.modules), boundaries)
-    except GraphError as error:
-        raise RecipeError(f"boundaries: {error}") from error
+    """The wiring of `recipe`. Raises RecipeError: all of this that holds: the boundaries make no graph with one LLM, a
+    loss, `at` or `media` is missing or out of place, or ranks and degrees do not fit."""
     refusals = Refusals()
+    losses: dict[str, LossSpec] = {}
+    for name, module in recipe.modules.items():
+        if module.loss is not None:
+            with refusals.collect():
+                losses[name] = _loss(f"modules.{name}.loss", module.loss)
+    refusals.finish()
+    topology = _topology(recipe, losses)
     with refusals.collect():
         _check_ends(recipe, topology)
+    with refusals.collect():
+        _check_losses(losses, topology)
     media: dict[str, str | None] = {}
     if not refusals.said:  # where `at` is wrong, what follows from it is no news
         for name in recipe.modules:
             with refusals.collect():
-                media[name] = _media(recipe, topology, name)
+                media[name] = _media(recipe, topology, losses, name)
     tables = {name: _table(recipe, topology, name) for name in recipe.modules}
     meshes: Mapping[str, MeshSpec] = {}
     with refusals.collect():
         meshes = module_meshes(recipe.parallelism.modules, topology)
     refusals.finish()
-    return Wiring(topology, meshes, tables, media)
+    return Wiring(topology, meshes, tables, media, losses)
+
+
+def _loss(key: str, table: Loss) -> LossSpec:
+    units: Mapping[str, Unit] = {"cross_entropy": "tokens", "mse": "latents", "flow_matching": "latents"}
+    if table.kind not in units and ":" not in table.kind:
+        raise RecipeError(f"{key}.kind: {unknown('kind', table.kind, [*units, 'package.module:function'])}")
+    unit = table.unit or units.get(table.kind)
+    if unit is None:
+        raise RecipeError(
+            f"{key}.unit is missing: say what {table.kind!r} is divided by: tokens (of the LLM), or latents, frames or "
+            "items of the media that the module makes"
+        )
+    if table.kind in units and (unit == "tokens") != (table.kind == "cross_entropy"):
+        raise RecipeError(f"{key}.unit = {unit!r}: {table.kind} counts {units[table.kind]}")
+    return LossSpec(table.kind, table.weight, unit)
+
+
+def _topology(recipe: Recipe, losses: Mapping[str, LossSpec]) -> Topology:
+    others = frozenset(name for name, loss in losses.items() if loss.unit != "tokens")
+    boundaries = tuple(BoundarySpec(b.source, b.destination, b.at, layer=b.layer) for b in recipe.boundaries)
+    try:
+        llm = Topology(tuple(recipe.modules), boundaries, others).llm
+        named = (replace(b, output=_output(b)) if b.source == llm else b for b in boundaries)
+        return Topology(tuple(recipe.modules), tuple(named), others)
+    except GraphError as error:
+        raise RecipeError(f"boundaries: {error}") from error
+
+
+def _output(boundary: BoundarySpec) -> str:
+    """What the LLM calls hidden states: by their placeholder, and their layer."""
+    return ".".join(filter(None, (boundary.at, boundary.layer)))
+
+
+def _check_losses(losses: Mapping[str, LossSpec], topology: Topology) -> None:
+    refusals = Refusals()
+    for name in topology.names:
+        key, loss = f"modules.{name}.loss", losses.get(name)
+        if loss is None:
+            if name != topology.llm and not topology.outputs(name):
+                refusals.add(f"{key} is missing: no module reads what {name!r} computes, so it needs a loss of its own")
+        elif loss.unit == "tokens" and name != topology.llm:
+            refusals.add(
+                f"{key}: only {topology.llm!r}, the LLM, has target tokens; unit can be latents, frames, items"
+            )
+        elif loss.kind in ("mse", "flow_matching") and name not in topology.after_llm:
+            refusals.add(
+                f"{key}.kind = {loss.kind!r}: only a module after {topology.llm!r} has targets to compare with"
+            )
+        elif loss.unit == "latents" and name not in topology.after_llm:
+            refusals.add(
+                f"{key}.unit = 'latents': only a module after {topology.llm!r} makes any; take frames or items"
+            )
+    refusals.finish()
 
 
 def _check_ends(recipe: Recipe, topology: Topology) -> None:
-    """Check `at` of the boundaries, and what only the sink or only encoders have."""
-    refusals, sink = Refusals(), topology.sink
+    """Check `at` and `layer` of the boundaries, and what only the LLM or only encoders have."""
+    refusals, llm = Refusals(), topology.llm
     seen: dict[str, str] = {}
-    unnamed = {b.source for b in topology.boundaries if b.destination == sink and b.at is None}
+    unnamed = {b.source for b in topology.boundaries if b.destination == llm and b.at is None}
     for i, b in enumerate(topology.boundaries):
         key = f"boundaries[{i}].at"
-        if b.destination != sink and b.at is not None and b.destination not in unnamed:
+        if b.layer is not None and b.source != llm:
+            refusals.add(f"boundaries[{i}].layer: only hidden states of {llm!r} are of a layer; leave it out")
+        if b.source == llm and b.at is None:
             refusals.add(
-                f"{key}: rows replace placeholders only in {sink!r}, but {b.name} ends elsewhere; leave it out"
+                f"{key} is missing: name the placeholder of the tokens whose hidden states {b.destination!r} reads, "
+                f'e.g. at = "image_out"; {llm!r}, the LLM, emits nothing else'
             )
-        elif b.destination == sink and b.at is None:
+        elif llm not in (b.source, b.destination) and b.at is not None and b.destination not in unnamed:
+            refusals.add(f"{key}: rows replace placeholders only in {llm!r}, but {b.name} ends elsewhere; leave it out")
+        elif b.destination == llm and b.at is None:
             refusals.add(
                 f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"; '
-                f"{sink!r}, after which no module comes, must be the LLM: modules after it are not supported"
+                f"{llm!r} is the LLM, as no module follows it and it has no loss of its own; a module after the LLM "
+                "has a [modules.<name>.loss]"
             )
-        elif b.at is not None and seen.setdefault(b.at, b.name) != b.name:
+        elif b.source != llm and b.at is not None and seen.setdefault(b.at, b.name) != b.name:
             refusals.add(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")
     for name, module in recipe.modules.items():
-        if module.attention_mask != "causal" and name != sink:
-            refusals.add(f"modules.{name}.attention_mask: only {sink!r}, which reads tokens, has one")
-        if module.media is not None and (topology.inputs(name) or name == sink):
-            refusals.add(f"modules.{name}.media: only a module that no boundary leads to reads media, except the sink")
+        if module.attention_mask != "causal" and name != llm:
+            refusals.add(f"modules.{name}.attention_mask: only {llm!r}, which reads tokens, has one")
+        if module.media is not None and name not in topology.after_llm and (topology.inputs(name) or name == llm):
+            refusals.add(f"modules.{name}.media: only a module that no boundary leads to reads media, except the LLM")
     refusals.finish()
 
 
 def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
     while name not in recipe.parallelism.modules:
-        consumers = topology.outputs(name)
-        if not consumers:
+        if name in topology.after_llm:
+            name = _producer(topology, name)
+        elif name != topology.llm and (consumers := topology.outputs(name)):
+            name = consumers[0].destination
+        else:
             return None
-        name = consumers[0].destination
     return name
 
 
-def _media(recipe: Recipe, topology: Topology, name: str) -> str | None:
-    """The media that an encoder reads: as the recipe says, else the one placeholder where its rows end up."""
-    if topology.inputs(name) or name == topology.sink:
+def _media(recipe: Recipe, topology: Topology, losses: Mapping[str, LossSpec], name: str) -> str | None:
+    """The media that an encoder reads, or a module with a loss after the LLM has its targets from: as the recipe says,
+    else the one placeholder where its rows end up, or come from."""
+    after = name in topology.after_llm
+    if name == topology.llm or (name not in losses if after else bool(topology.inputs(name))):
         return None
     if (media := recipe.modules[name].media) is not None:
         return media
+    if after:
+        return topology.generated(name)
     placeholders = topology.placeholders(name)
-    if len(placeholders) > 1:
+    if not placeholders:  # it feeds modules after the LLM alone
+        targets = [topology.generated(b.destination) for b in topology.outputs(name)]
+        placeholders = tuple(dict.fromkeys(kind for kind in targets if kind is not None))
+    if len(placeholders) != 1:
+        valid = f" the placeholders {list(placeholders)}" if placeholders else " none"
+        example = placeholders[0] if placeholders else "image"
         raise RecipeError(
-            f"modules.{name}.media is missing: the rows of {name!r} replace the placeholders {list(placeholders)}; say "
-            f'which media it reads, e.g. media = "{placeholders[0]}"'
+            f"modules.{name}.media is missing: the rows of {name!r} replace{valid}; say which media it reads, e.g. "
+            f'media = "{example}"'
         )
     return placeholders[0]

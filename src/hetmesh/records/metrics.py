@@ -11,7 +11,8 @@ from hetmesh.balance.imbalance import BatchLoad
 LINE_WIDTH = 120  # characters of a log line
 _ALWAYS = ("step", "loss", "grad_norm", "lr", "samples_per_s", "tokens_per_s", "time_s")
 _SAMPLES = ("samples_without_target", "samples_skipped", "media_dropped", "tokens_dropped")
-_COUNTS = ("skipped_steps", "skipped_in_a_row", *_SAMPLES, "over_in_flight", "samples_by_source", "expert_placement")
+_COUNTS = ("skipped_steps", "skipped_in_a_row", *_SAMPLES, "over_in_flight", "samples_by_source")
+_TABLES = ("losses", "expert_placement")
 
 Loads = Mapping[str, Mapping[str, float]]
 """By module: `balance_loss`, the mean over tokens and blocks, without its coefficient (`experts per token` where
@@ -87,7 +88,8 @@ class StepMetrics:
 
     Attributes:
         step: 1 for the first optimizer step.
-        loss: cross-entropy per valid target token of the global batch.
+        loss: per valid target token of the global batch; of several losses their weighted sum.
+        losses: of several, each by its module, per unit that it counts; without those of which the batch has none.
         grad_norm: global 2-norm over all modules before clipping, replicas counted once.
         lr: `[optimizer] lr` times the schedule's factor; modules with a rate of their own scale alike.
         samples_per_s, tokens_per_s: of the whole job; tokens without padding.
@@ -122,13 +124,14 @@ class StepMetrics:
     tokens_dropped: int = 0
     over_in_flight: int = 0
     samples_by_source: Mapping[str, int] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
     load: StepLoad | None = None
     expert_placement: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """The line of metrics.jsonl; what is unknown is left out, and so are counts of 0."""
         known = {key: getattr(self, key) for key in _ALWAYS}
-        counts = {key: value for key in _COUNTS if (value := getattr(self, key))}
+        counts = {key: value for key in (*_COUNTS, *_TABLES) if (value := getattr(self, key))}
         more = asdict(self.cost) | (asdict(self.measured) if self.measured else {})
         more |= self.load.record() if self.load else {}
         return known | counts | {key: value for key, value in more.items() if value not in (None, {})}
@@ -139,6 +142,7 @@ class StepMetrics:
         shown = [
             f"step {self.step}/{steps}",
             f"loss {short(self.loss, 4)}" + (" (skipped)" if self.skipped else ""),
+            *(f"{name} {short(loss, 4)}" for name, loss in self.losses.items()),
             f"grad norm {short(self.grad_norm, 3)}",
             f"lr {self.lr:.3g}",
             f"{short(self.tokens_per_s, 0, 1e9)} tokens/s",

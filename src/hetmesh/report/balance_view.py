@@ -57,7 +57,7 @@ def balance_view(
     if lengths is None:
         drawn: Iterator[Sequence[SampleMeta]] = (batch.metas for batch in islice(resolved.loader(), batches))
     else:
-        valid = [*(name for name in graph.order if name != graph.sink.name), graph.sink.name]
+        valid = [*(name for name in graph.order if name != graph.llm.name), graph.llm.name]
         given = GivenLengths(read_lengths(lengths, valid), graph, adapters, recipe.training.seq_len)
         notes += given.notes
         if len(given) < recipe.batch.global_batch_size:
@@ -76,9 +76,9 @@ def balance_view(
     if alone:
         notes.append("every module has one lane and one microbatch: there is nothing to balance")
     notes += [f"{run.name}: {run.problem}" for run in runs if run.problem]
-    most = max((load.modules[graph.sink.name].padding for run in runs for load in run.even), default=0.0)
+    most = max((load.modules[graph.llm.name].padding for run in runs for load in run.even), default=0.0)
     if most > PADDING_SHARE:
-        padding = f"up to {most:.0%} of what {graph.sink.name} computes is padding: auto and buckets count it"
+        padding = f"up to {most:.0%} of what {graph.llm.name} computes is padding: auto and buckets count it"
         notes.append(f"{padding}; training.pack_samples = true leaves none")
     auto = next(run for run in runs if run.name == "auto")
     sizes = _sizes(graph, recipe, runs)
@@ -156,7 +156,7 @@ class _Comparison:
             run.problem = str(error)
             return
         run.loads.append((loads, found))
-        run.even.append(batch_load(loads, found, padded=not self.graph.sink.packed))
+        run.even.append(batch_load(loads, found, padded=not self.graph.llm.packed))
         if run.name == "auto":
             run.candidates.append(self._candidates(samples, found, run.seconds[-1]))
 
@@ -214,7 +214,7 @@ def _sizes(graph: ModuleGraph, recipe: Recipe, runs: Sequence[_Run]) -> tuple[Mo
             lanes=graph[name].num_lanes,
             microbatches=recipe.batch.num_microbatches,
             cap=recipe.balance.max_tokens.get(name),
-            unit="tokens" if name == graph.sink.name else "rows",
+            unit="tokens" if name == graph.llm.name else "rows",
             mean=float(tokens.mean()),
             largest=int(tokens.max(initial=0)),
             work=mean,
@@ -257,21 +257,21 @@ class GivenLengths:
     An encoder's tokens are what it computes on; where several make a row that it hands on (Qwen3-VL merges four), rows
     are counted from them. What a module between gets follows from its encoder, unless the file says it. All tokens of a
     sample attend to each other in an encoder, as those of one image do, and every token of the LLM that is no row is a
-    target. Raises RecipeError: a sample has no token for the sink.
+    target. Raises RecipeError: a sample has no token for the LLM.
 
     Attributes:
-        rows: per module but the sink, the rows it emits for each sample, int64 `[samples]`.
-        tokens: of the sink, int64 `[samples]`.
+        rows: per module but the LLM, the rows it emits for each sample, int64 `[samples]`.
+        tokens: of the LLM, int64 `[samples]`.
         notes: what had to be assumed.
     """
 
     def __init__(self, lengths: Lengths, graph: ModuleGraph, adapters: Mapping[str, Adapter], seq_len: int) -> None:
         self.lengths, self.graph = lengths, graph
-        sink = graph.sink.name
+        llm = graph.llm.name
         self.rows: dict[str, np.ndarray] = {}
         for name in graph.order:
             given, inputs = lengths.of(name), graph.inputs(name)
-            if name == sink:
+            if name == llm:
                 continue
             if inputs and name not in lengths.modules:
                 sizes, inverse = np.unique(self.rows[inputs[0].source], return_inverse=True)
@@ -280,13 +280,13 @@ class GivenLengths:
             else:
                 unit = 1 if inputs else adapters[name].abilities.tokens_per_row or 1
                 self.rows[name] = -(-given // unit)
-        self.tokens = lengths.of(sink)
+        self.tokens = lengths.of(llm)
         if (self.tokens < 1).any():
             line = int(lengths.lines[self.tokens.argmin()])
-            valid = f"valid are 1 or more, as every sample goes through {sink!r}"
-            raise RecipeError(f"{lengths.path}, line {line}, key {sink!r}: got 0 tokens; {valid}")
+            valid = f"valid are 1 or more, as every sample goes through {llm!r}"
+            raise RecipeError(f"{lengths.path}, line {line}, key {llm!r}: got 0 tokens; {valid}")
         self._edges = {b.at: b.source for b in graph.boundaries if b.at is not None}  # side outputs share a placeholder
-        self.notes = tuple(self._checked(sink, seq_len))
+        self.notes = tuple(self._checked(llm, seq_len))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -312,15 +312,15 @@ class GivenLengths:
         for i in range(count):
             yield [self.meta(place) for place in order[i * size : (i + 1) * size].tolist()]
 
-    def _checked(self, sink: str, seq_len: int) -> Iterator[str]:
+    def _checked(self, llm: str, seq_len: int) -> Iterator[str]:
         needed = 1 + sum((self.rows[source] for source in self._edges.values()), np.zeros_like(self.tokens))
         short = self.tokens < needed
         if short.any():
             first = int(short.argmax())
             yield (
-                f"{short.sum()} of {len(self)} samples have fewer tokens of {sink!r} than rows that take the place of "
+                f"{short.sum()} of {len(self)} samples have fewer tokens of {llm!r} than rows that take the place of "
                 f"one each (line {self.lengths.lines[first]}: {self.tokens[first]} tokens, {needed[first] - 1} rows): "
-                f"they count as rows and one token. Rows belong to the tokens of {sink!r}"
+                f"they count as rows and one token. Rows belong to the tokens of {llm!r}"
             )
             self.tokens = np.maximum(self.tokens, needed)
         if (long := self.tokens > seq_len).any():

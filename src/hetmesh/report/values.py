@@ -116,7 +116,7 @@ class RecipeView:
 
     Attributes:
         ranks: processes; idle_ranks: those without a module.
-        global_batch_size, microbatch_size: samples per step, and per lane of the sink and microbatch.
+        global_batch_size, microbatch_size: samples per step, and per lane of the LLM and microbatch.
         tokens: of the first global batch, without padding.
         dtype: of parameters, gradients and optimizer state.
         modules, boundaries: in the recipe's order.
@@ -124,7 +124,7 @@ class RecipeView:
             rank. Gloo needs none for messages.
         fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
             sizes of a module are not known.
-        deferral: whether the sink may take samples one microbatch late, and why.
+        deferral: whether the LLM may take samples one microbatch late, and why.
         notes: what the figures assume or leave out.
     """
 

@@ -27,7 +27,7 @@ def directory_of(recipe: Recipe) -> Pretrained | None:
     """The one directory of a whole multimodal model from which all modules of `recipe` come, None if there is none."""
     directories = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
     paths = {None if directory is None else directory.path.resolve() for directory in directories.values()}
-    whole = directories[recipe.sink]
+    whole = directories[recipe.llm]
     return whole if len(paths) == 1 and len(directories) > 1 and _is_whole(whole) else None
 
 
@@ -38,7 +38,7 @@ def why_not_compared(recipe: Recipe) -> str:
     if directory_of(recipe) is not None or not any(map(_is_whole, directories.values())):
         return ""
     if len(directories) < 2:
-        return f"modules.{recipe.sink} is the recipe's only module"
+        return f"modules.{recipe.llm} is the recipe's only module"
     keys = (
         f"modules.{name}" + (" has no initial_load_path" if d is None else f".initial_load_path = '{d.path}'")
         for name, d in directories.items()

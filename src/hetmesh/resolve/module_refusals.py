@@ -29,7 +29,7 @@ def check_module(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals
     """What a module cannot do of that which the recipe asks of it: its parallelism, its weights, its adapters."""
     _tensor_parallel(recipe, name, adapter, refusals)
     _packing(recipe, name, adapter, refusals)
-    if recipe.sink_schedule == "zero_bubble" and (name == recipe.sink or not recipe.fills_bubbles):
+    if recipe.llm_schedule == "zero_bubble" and (name == recipe.llm or not recipe.fills_bubbles):
         _zero_bubble(recipe, name, refusals)
     _experts(recipe, name, adapter, refusals)
     with refusals.collect():
@@ -61,7 +61,7 @@ def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refu
     if not module_options(recipe, name).sequence_parallel:
         return
     if not (abilities := adapter.abilities.with_stages()).token_sharded:
-        hint = "" if name == recipe.sink else f"; write the key in [parallelism.{recipe.sink}]"
+        hint = "" if name == recipe.llm else f"; write the key in [parallelism.{recipe.llm}]"
         why = abilities.because("token_sharded")
         refusals.add(f"{key}: this {recipe.modules[name].model} cannot split its tokens{why}{hint}")
 
@@ -85,10 +85,10 @@ def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) ->
                 f"modules.{name}.config.attention_dropout = {dropout}: hetmesh's own attention, which {key} needs, "
                 "drops nothing; set it to 0"
             )
-    shares = "cp" in token_axes(recipe, name) and (name == recipe.sink or adapter.abilities.tokens_per_row)
+    shares = "cp" in token_axes(recipe, name) and (name == recipe.llm or adapter.abilities.tokens_per_row)
     if degree > 1 and not shares:
         refusals.add(
-            f"parallelism.{name}.context_parallel_degree = {degree}: of the modules only {recipe.sink!r}, which reads "
+            f"parallelism.{name}.context_parallel_degree = {degree}: of the modules only {recipe.llm!r}, which reads "
             "tokens, and encoders of model 'qwen3_vl_vision' can share theirs; make it 1 and give the module more data "
             "parallel ranks"
         )
@@ -114,11 +114,11 @@ def _experts(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) ->
     if experts is None:
         # A flat [parallelism] says it of all modules; to those without experts these are lanes as all others.
         of_all = recipe.parallelism.experts_of_all
-        if degree > 1 and (name == recipe.sink or degree != of_all.get("expert_parallel_degree")):
+        if degree > 1 and (name == recipe.llm or degree != of_all.get("expert_parallel_degree")):
             refusals.add(
                 f"{key}: this {recipe.modules[name].model} has no experts{adapter.abilities.because('experts')}"
             )
-        elif interval and (name == recipe.sink or interval != of_all.get("expert_placement_interval")):
+        elif interval and (name == recipe.llm or interval != of_all.get("expert_placement_interval")):
             refusals.add(
                 f"parallelism.{name}.expert_placement_interval = {interval}: this {recipe.modules[name].model} has no "
                 f"experts to move{adapter.abilities.because('experts')}"
@@ -163,7 +163,7 @@ def _built(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module, refus
     if not isinstance(own.trainable, bool):
         with refusals.collect():
             freeze_by_name(module, own.trainable, f"modules.{name}.trainable")
-    encoder, parameters = not recipe.wiring.topology.inputs(name) and name != recipe.sink, [*module.parameters()]
+    encoder, parameters = not recipe.wiring.topology.inputs(name) and name != recipe.llm, [*module.parameters()]
     frozen = not any(p.requires_grad for p in parameters)  # the graph would send gradients back for nothing
     if own.trainable and own.lora is None and frozen and (encoder or parameters):
         given, remedy = "true", "let the class leave something to train"

@@ -67,7 +67,7 @@ def recipe_problem(
     steps, size = steps or range(recipe.training.steps), recipe.batch.global_batch_size
     count = min(max(-(-MAX_SAMPLES // size), BATCHES), len(steps))
     samples = loader.drawn([i for k in range(count) for i in loader.indices(steps[k * len(steps) // count])]).metas
-    facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.sink.name) for name in graph.order}
+    facts = {name: _facts(recipe, name, adapters[name], model.shape(name), graph.llm.name) for name in graph.order}
     return Problem(
         graph,
         facts,
@@ -136,20 +136,20 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
     return ModuleGraph(tuple(modules), graph.boundaries)
 
 
-def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
+def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, llm: str) -> ModuleFacts:
     abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
     packs, splits = abilities.use_packed is not None, abilities.with_stages()
-    own, encoder = abilities.experts, not recipe.wiring.topology.inputs(name) and name != sink
+    own, encoder = abilities.experts, not recipe.wiring.topology.inputs(name) and name != llm
     return ModuleFacts(
         shape,
         splits.activation,
         splits.first_layers,
         tuple(tensor_parallel_degrees(sizes, plan)),
-        context_parallel=packs if name == sink else encoder and abilities.tokens_per_row > 0,
+        context_parallel=packs if name == llm else encoder and abilities.tokens_per_row > 0,
         tokens_per_row=abilities.tokens_per_row if encoder else 0,
         # With its tokens in shares a custom LLM cannot be a pipeline.
-        sequence_parallel=bool(splits.token_sharded) and not (name == sink and isinstance(adapter, UserAdapter)),
-        alone=recipe.wiring.tables[name] == name or name == sink or encoder,
+        sequence_parallel=bool(splits.token_sharded) and not (name == llm and isinstance(adapter, UserAdapter)),
+        alone=recipe.wiring.tables[name] == name or name == llm or encoder,
         frozen_layers=shape.frozen_layers if recipe.modules[name].trainable else frozenset(),
         experts=None if own is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
     )

@@ -236,9 +236,9 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
     for key in ScheduleKeys.model_fields:
         of = next((schedule for begin, schedule in _KEYS_OF.items() if key.startswith(begin)), None)
         value = recipe.schedule_key(key)
-        if of is None or value is None or of in (recipe.schedule, recipe.sink_schedule):
+        if of is None or value is None or of in (recipe.schedule, recipe.llm_schedule):
             continue
-        chosen = repr(recipe.schedule) + (f" over {recipe.sink_schedule!r}" if recipe.fills_bubbles else "")
+        chosen = repr(recipe.schedule) + (f" over {recipe.llm_schedule!r}" if recipe.fills_bubbles else "")
         refusals.add(
             f"{recipe.schedule_place(key)} = {value!r}: it is a key of the schedule {of!r}, and this one is "
             f"{chosen}; leave it out, or take {of!r}"
@@ -246,11 +246,11 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
     key = "context_parallel_assignment"
     if (value := recipe.schedule_key(key)) is not None:
         place = recipe.schedule_place(key)
-        readers = recipe.modules if place == f"parallelism.{key}" else [recipe.sink]
+        readers = recipe.modules if place == f"parallelism.{key}" else [recipe.llm]
         if not any(token_axes(recipe, name) for name in readers):
             refusals.add(
                 f"{place} = {value!r}: no ranks share the tokens of a sample; leave it out, or give "
-                f"{recipe.sink!r} a context_parallel_degree above 1, or tensor parallel ranks and "
+                f"{recipe.llm!r} a context_parallel_degree above 1, or tensor parallel ranks and "
                 "enable_sequence_parallel"
             )
 
@@ -258,11 +258,11 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
 def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes | None, refusals: Refusals) -> None:
     """Encoders that fill the gaps of the LLM's pipeline must lie there, and one be cut by the key for slices."""
     wiring = recipe.wiring
-    encoders = [name for name in wiring.topology.names if name != recipe.sink and not wiring.topology.inputs(name)]
-    ranks = set(wiring.meshes[recipe.sink].ranks)
+    encoders = [name for name in wiring.topology.names if name != recipe.llm and not wiring.topology.inputs(name)]
+    ranks = set(wiring.meshes[recipe.llm].ranks)
     if not any(ranks & set(wiring.meshes[name].ranks) for name in encoders):
         refusals.add(
-            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.sink!r} "
+            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.llm!r} "
             f"({','.join(map(str, sorted(ranks)))}), whose gaps it would fill; put one there, or take the schedule "
             "1f1b, interleaved or zero_bubble"
         )
@@ -271,7 +271,7 @@ def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes
     key = "bubble_fill_layers_per_slice"
     if shapes is None or (value := recipe.schedule_key(key)) is None:
         return
-    others = [name for name in wiring.topology.names if name != recipe.sink and name in adapters]
+    others = [name for name in wiring.topology.names if name != recipe.llm and name in adapters]
     reasons = {name: reason_not_sliced(recipe, name, adapters[name], shapes) for name in others}
     if others and all(reasons.values()):
         listed = "; ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
@@ -286,10 +286,10 @@ def _in_collectives(recipe: Recipe, refusals: Refusals) -> None:
     """What runs in the LLM's collectives may have none of its own, in which ranks would have to be at the same time. Of
     tensor parallelism it may on GPUs: which the run has is not known here (`check_device`)."""
     key = recipe.schedule_place("bubble_fill_in_collectives")
-    sink = recipe.wiring.meshes[recipe.sink]
-    if sink.axis_size("tp") == 1:
+    llm = recipe.wiring.meshes[recipe.llm]
+    if llm.axis_size("tp") == 1:
         refusals.add(
-            f"{key} = True: {recipe.sink!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
+            f"{key} = True: {recipe.llm!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
             "could run; leave it out, or give the LLM tensor parallel ranks"
         )
     for has in _meeting_beside(recipe, _NOT_BESIDE):
@@ -330,7 +330,7 @@ def _meeting_beside(recipe: Recipe, axes: Mapping[str, str]) -> Iterator[str]:
     meshes = recipe.wiring.meshes
     for name, mesh in meshes.items():
         some = [f"{key} = {mesh.axis_size(axis)}" for axis, key in axes.items() if mesh.axis_size(axis) > 1]
-        if name == recipe.sink or not some or not set(mesh.ranks) & set(meshes[recipe.sink].ranks):
+        if name == recipe.llm or not some or not set(mesh.ranks) & set(meshes[recipe.llm].ranks):
             continue
         owner = recipe.wiring.tables[name]
         takes = "" if owner == name else f" ({name!r} takes the mesh of {owner!r}: give it a table)"

@@ -119,7 +119,7 @@ class ResolvedRecipe:
         loader = Loader(self.source, 1, self.expander, skip=keys.on_bad_sample == "skip")
         runs = (range(i, min(i + _AT_ONCE, len(self.source))) for i in range(0, len(self.source), _AT_ONCE))
         each = [
-            metas.tokens if keys.order in (TOKENS, self.recipe.sink) else metas.rows_of(keys.order)
+            metas.tokens if keys.order in (TOKENS, self.recipe.llm) else metas.rows_of(keys.order)
             for metas in (loader.drawn(run).metas for run in runs)
         ]
         if not (key := np.concatenate(each)).any():
@@ -254,8 +254,9 @@ def adapters_of(
     recipe: Recipe, vocab_size: int, extents: Mapping[str, tuple[int, ...]] | None = None
 ) -> dict[str, Adapter]:
     """The adapters of the modules of `recipe`; arguments and errors are those of `make_adapters`."""
-    packed = [name for name in recipe.modules if packs(recipe, name)]
-    return make_adapters(recipe.modules, recipe.boundaries, recipe.wiring.media, vocab_size, extents, packed)
+    packed, wiring = [name for name in recipe.modules if packs(recipe, name)], recipe.wiring
+    boundaries = wiring.topology.boundaries
+    return make_adapters(recipe.modules, boundaries, wiring.media, vocab_size, extents, packed, wiring.losses)
 
 
 def check_first_batch(resolved: ResolvedRecipe) -> None:
@@ -284,6 +285,7 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
     with refusals.collect():
         boundaries = with_side_outputs(recipe.wiring.topology.boundaries, adapters)
     modules: list[ModuleSpec] = []
+    emits = {b.source for b in boundaries}
     for name, module in recipe.modules.items():
         with refusals.collect():
             axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
@@ -295,7 +297,7 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                     layers,
                     media,
                     bool(module.trainable),
-                    features=adapters[name].out_features or 0,
+                    features=adapters[name].out_features or (adapters[name].in_features or 0 if name in emits else 0),
                     token_axes=axes,
                     tokens_per_row=adapters[name].abilities.tokens_per_row if media is not None and "cp" in axes else 0,
                     packed=packs(recipe, name),
@@ -305,6 +307,7 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                     activation=splits.activation,
                     frozen_layers=splits.frozen_layers,
                     options=module_options(recipe, name),
+                    loss=recipe.wiring.losses.get(name),
                 )
             except GraphError as error:
                 raise RecipeError(
@@ -312,7 +315,10 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                 ) from error
             modules.append(spec)
     refusals.finish()
-    return ModuleGraph(tuple(modules), boundaries)
+    try:
+        return ModuleGraph(tuple(modules), boundaries)
+    except GraphError as error:
+        raise RecipeError(f"boundaries: {error}") from error
 
 
 def check_balance(keys: Balance, graph: ModuleGraph) -> None:
@@ -323,7 +329,7 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
         for name in getattr(keys, key):
             if (leader := led_by[name]) != name:
                 instead = f"balance.{key}.{leader}"
-                if key != "max_tokens" and leader == graph.sink.name:
+                if key != "max_tokens" and leader == graph.llm.name:
                     instead = "it ranks or degrees of its own, or leave it out"
                 wrong.append(
                     f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "

@@ -57,7 +57,7 @@ class StepSchedules:
         if self.model is None or not training:
             return recipe_schedule(self.recipe, self.graph, plan.routes, training)
         options = schedule_options(self.recipe)
-        beside = [name for name in self.graph.order if name != self.graph.sink.name] if options.in_collectives else ()
+        beside = [name for name in self.graph.order if name != self.graph.llm.name] if options.in_collectives else ()
         if self.each_step:
             if self._newest is None or self._newest[0] is not plan:  # several ask for one plan's, which takes seconds
                 self._newest = plan, fill_bubbles(self.model, plan, training, options, beside=beside)
@@ -76,8 +76,8 @@ class StepSchedules:
 def over_in_flight(recipe: Recipe, schedule: Schedule) -> int:
     """Microbatches beyond `bubble_fill_in_flight` that a stage of an encoder may hold in `schedule`, since the order of
     the LLM needs them; 0 where the recipe has no such key."""
-    cap, sink = recipe.schedule_key("bubble_fill_in_flight"), schedule.stages.sink.module
-    held = [most for stage, most in schedule.in_flight.items() if stage.module != sink]
+    cap, llm = recipe.schedule_key("bubble_fill_in_flight"), schedule.stages.llm.module
+    held = [most for stage, most in schedule.in_flight.items() if stage.module != llm]
     return 0 if cap is None else max([0, *(most - cap for most in held)])
 
 

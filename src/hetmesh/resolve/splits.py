@@ -95,7 +95,7 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, t
         return Splits()
     given, layers = table.module_fqns_per_model_part, adapter.layers()
     cut = pp > 1 or given is not None or table.pipeline_parallel_layers_per_stage is not None
-    whole = isinstance(adapter, UserAdapter) and options.sequence_parallel and name == recipe.sink
+    whole = isinstance(adapter, UserAdapter) and options.sequence_parallel and name == recipe.llm
     if not cut and (not is_sliced(recipe, name) or whole):
         return Splits()
     abilities = adapter.abilities.with_stages()
@@ -148,8 +148,8 @@ def module_splits(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes, t
 def is_sliced(recipe: Recipe, name: str) -> bool:
     """Whether bubble_fill cuts module `name` into slices: its own layout shares ranks with the LLM's."""
     wiring = recipe.wiring
-    shared = set(wiring.meshes[name].ranks) & set(wiring.meshes[recipe.sink].ranks)
-    return recipe.fills_bubbles and name != recipe.sink and wiring.tables[name] == name and bool(shared)
+    shared = set(wiring.meshes[name].ranks) & set(wiring.meshes[recipe.llm].ranks)
+    return recipe.fills_bubbles and name != recipe.llm and wiring.tables[name] == name and bool(shared)
 
 
 def reason_not_sliced(recipe: Recipe, name: str, adapter: Adapter, shapes: Shapes) -> str:
@@ -158,13 +158,13 @@ def reason_not_sliced(recipe: Recipe, name: str, adapter: Adapter, shapes: Shape
     if recipe.wiring.tables[name] != name:
         return "it has no table in [parallelism]"
     if not is_sliced(recipe, name):
-        return f"it shares no ranks with {recipe.sink!r}"
+        return f"it shares no ranks with {recipe.llm!r}"
     if (abilities := adapter.abilities.with_stages()).activation is None:
         return f"a {recipe.modules[name].model} cannot be cut{abilities.because('activation')}"
     for key in ("module_fqns_per_model_part", "pipeline_parallel_layers_per_stage"):
         if getattr(table, key) is not None:
             return f"parallelism.{name}.{key} cuts it"
-    if None in (shapes[name], shapes[recipe.sink]):
+    if None in (shapes[name], shapes[recipe.llm]):
         return "sizes of layers are not known"
     return ""
 
@@ -174,24 +174,24 @@ def _stages_per_rank(recipe: Recipe, name: str, shapes: Shapes, layers: int, pp:
     if size is not None:
         return max(min(-(-layers // (size * pp)), layers // pp), 1)
     if not is_sliced(recipe, name):
-        turns = recipe.sink_schedule == "interleaved" and (name == recipe.sink or not recipe.fills_bubbles)
+        turns = recipe.llm_schedule == "interleaved" and (name == recipe.llm or not recipe.fills_bubbles)
         return 2 if turns and pp > 1 and layers >= 2 * pp else 1
     # Slices of as many blocks as the recipe says. Otherwise such that each takes at most half as long as a forward of
     # one of the LLM's stages, the smallest gap of a pipeline; at least a block each. Embeddings and norms go with a
     # block.
-    encoder, llm, meshes = shapes[name], shapes[recipe.sink], recipe.wiring.meshes
-    if encoder is None or llm is None:
+    encoder, decoder, meshes = shapes[name], shapes[recipe.llm], recipe.wiring.meshes
+    if encoder is None or decoder is None:
         return 1
-    own, sink = (
+    own, llm = (
         [time.forward for time in module_times(shape, typical.of(shape.name), Rates(1.0), upstream=True).values()]
-        for shape in (encoder, llm)
+        for shape in (encoder, decoder)
     )
     blocks = sum(seconds > 0.1 * max(own) for seconds in own)
     if (size := recipe.schedule_key("bubble_fill_layers_per_slice")) is not None:
         slices = -(-blocks // (size * pp))
     else:
         microbatch = sum(own) * recipe.wiring.lanes(name) / meshes[name].size
-        stage = sum(sink) * recipe.lanes / meshes[recipe.sink].size
+        stage = sum(llm) * recipe.lanes / meshes[recipe.llm].size
         slices = min(math.ceil(2 * microbatch / stage), blocks // pp)
     return max(min(slices, layers // pp), 1)
 

@@ -35,7 +35,7 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
         yield recipe.job.description
     yield f"{counted(recipe.world_size, 'rank')}, {recipe.training.steps} steps of {batch.global_batch_size} samples"
     yield (
-        f"each step: {counted(batch.lanes, 'lane')} of {recipe.sink} x "
+        f"each step: {counted(batch.lanes, 'lane')} of {recipe.llm} x "
         f"{counted(batch.num_microbatches, 'microbatch', 'microbatches')} x "
         f"{counted(batch.microbatch_size, 'sample')}, schedule {recipe.schedule}"
     )
@@ -72,7 +72,7 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     useless = list(recipe.without_effect)
     if recipe.compile.enable and "loss" in recipe.compile.components:
         useless.append("compile.components: the loss is not compiled")
-    if recipe.sink_schedule == "zero_bubble" and recipe.compile.enable and "model" in recipe.compile.components:
+    if recipe.llm_schedule == "zero_bubble" and recipe.compile.enable and "model" in recipe.compile.components:
         useless.append("zero_bubble: torch.compile makes one function of a backward, so it stays whole, as under 1f1b")
     if useless:
         yield "note: taken, but without effect:"
@@ -94,7 +94,7 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
             yield f"config = {toml(module.config)}"
         if module.media is not None:
             yield f"media = {toml(module.media)}"
-        if name == recipe.sink:
+        if name == recipe.llm:
             yield f"attention_mask = {toml(module.attention_mask)}"
     for boundary in recipe.boundaries:
         yield "[[boundaries]]"

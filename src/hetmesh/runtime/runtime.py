@@ -51,7 +51,7 @@ class Runtime:
         modules: the stages that this rank holds, parallelised; called with a batch and the rows by source, they return
             a tensor, or several outputs by name (`BoundarySpec.output`).
         reducers: per such stage with something trainable, the REDUCE action.
-        loss: the summed loss.
+        losses: the summed loss of each module that has one and whose last stage is here.
         seed: of everything random; see `hetmesh.parallel.random_state`.
         finish: called after the last action of a training step, when this rank's gradients are summed over their lanes.
         whole: of its stages those whose parameters FSDP keeps whole during a step.
@@ -76,13 +76,13 @@ class Runtime:
         modules: Mapping[Stage, nn.Module],
         *,
         reducers: Mapping[Stage, Reducer],
-        loss: Loss,
+        losses: Mapping[str, Loss],
         seed: int = 0,
         finish: Callable[[], None] | None = None,
         whole: Mapping[Stage, WholeInStep | ComputeCopies] = MappingProxyType({}),
     ) -> None:
         self.world, self.graph, self.modules = world, graph, modules
-        self.reducers, self.loss, self.finish, self.whole = reducers, loss, finish, whole
+        self.reducers, self.losses, self.finish, self.whole = reducers, losses, finish, whole
         self.places = {stage: random_place(graph[stage.module], stage.index, world.rank, seed) for stage in modules}
         self.device_module = world.accelerator.random_module
         self.copying, self.beside = world.accelerator.stream(), world.accelerator.stream()
@@ -111,24 +111,27 @@ class Runtime:
         *,
         step: int,
         transfers: StepTransfers | None = None,
+        weights: Mapping[str, float] = MappingProxyType({}),
         settled: bool = True,
-    ) -> Tensor:
+    ) -> dict[str, Tensor]:
         """Run one step on this rank. On an asynchronous accelerator the host only queues it.
 
         Args:
             step: its number; what is random differs from step to step, and is the same if a step is run again.
             transfers: of this step and rank, if they were prepared; None: they are worked out on the way.
+            weights: by which the summed losses of modules are multiplied in gradients; 1 where left out.
             settled: whether gradients are final when this returns, for which the host waits for the device. False: the
                 caller sums `changed` over all ranks, and calls `settle` on all if the sum is not 0.
 
         Returns:
-            The summed loss of this rank's lane over all microbatches, detached, float64, 0-d, on the device; 0 on ranks
-            outside the sink. Gradients, if the schedule trains, are added to `.grad` as sums over the whole batch.
+            Per module with a loss its sum over all microbatches of this rank's lane, detached, float64, 0-d, on the
+            device; 0 on ranks outside its last stage. Gradients of their weighted sum, if the schedule trains, are
+            added to `.grad`, over the whole batch.
 
         Raises:
             BoundaryTimeout: a wait outlasted the timeout; names boundary or action, microbatch and rank.
         """
-        runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers)
+        runner = StepRunner(self, schedule, plan, load_batch, observe, step, transfers, weights)
         reductions = []
         clock = self.clock = None if self.recording is None else ActionClock(self.world.accelerator)
         ticking = nullcontext() if clock is None else clock.collectives.ticking()
@@ -169,7 +172,7 @@ class Runtime:
             self.collectives += clock.read_collectives()
         if schedule.training and settled and self._changed_anywhere():
             self.settle()
-        return runner.loss_sum
+        return runner.loss_sums
 
     @property
     def changed(self) -> float:

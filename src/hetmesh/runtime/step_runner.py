@@ -6,12 +6,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary import Exchange, Label
 from hetmesh.boundary.accelerator import Accelerator
@@ -30,13 +32,17 @@ if TYPE_CHECKING:
     from hetmesh.runtime.runtime import Runtime
 
 Outputs = Mapping[str, Tensor]
-"""The outputs of a stage by name; `""` is its rows, its activations, or the output of the sink."""
+"""The outputs of a stage by name; `""` is its rows, its activations, or the logits of the LLM."""
 
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(output of the sink, its batch) -> the summed loss of this lane and microbatch, a scalar."""
+"""(output of a module, its batch) -> the summed loss of this lane and microbatch, a scalar."""
+
+LOSS, TARGET = "loss", "target"
+"""Names of outputs: the summed loss; and what a module itself makes its loss compare its output with, which is then
+`batch["targets"]`."""
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
-"""(microbatch, detached output of the sink, its batch): called after each forward of the sink."""
+"""(microbatch, detached logits of the LLM, its batch): called after each forward of the LLM."""
 
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
@@ -54,8 +60,9 @@ class StepRunner:
         observe: Observe | None,
         step: int,
         transfers: StepTransfers | None = None,
+        weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self.runtime, self.schedule, self.plan, self.step = runtime, schedule, plan, step
+        self.runtime, self.schedule, self.plan, self.step, self.weights = runtime, schedule, plan, step, weights
         self.transfers = transfers or StepTransfers(plan, schedule, runtime.world.rank, runtime.world.ranks_per_node)
         accelerator, rank = runtime.world.accelerator, runtime.world.rank
         self.actions, self.observe = schedule.of_rank(rank), observe
@@ -78,7 +85,9 @@ class StepRunner:
         self.exchanges: dict[Route, Exchange] = {}
         self.sent: set[Route] = set()
         self.over: deque[Route] = deque()  # of `exchanges`, those of which this rank has all it receives
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.world.device)
+        # Sums of the losses of all modules; 0 of those whose last stage is elsewhere.
+        device = runtime.world.device
+        self.loss_sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in runtime.graph.losses}
         # A recorded step shows its actions one after another.
         side = None if runtime.recording is not None else runtime.beside
         self.streams = StageStreams(accelerator, schedule, rank, side, runtime.first)
@@ -111,21 +120,28 @@ class StepRunner:
             with torch.set_grad_enabled(needed), self._offloading(stage), backward_in_two_parts(split):
                 return self._run(stage, m, batch, inputs)
 
+        def complete() -> Outputs:
+            outputs = compute()
+            return self._with_loss(stage, m, batch, dict(outputs)) if stage in stages.losses else outputs
+
         if stage in schedule.recompute and schedule.training:
             with torch.no_grad():
                 self.outputs[stage, m] = self._run(stage, m, batch, inputs)
-            self.recomputed[stage, m] = compute
-            self.batches.prepare()
-            return
-        outputs = compute()
+            self.recomputed[stage, m] = complete
+        else:
+            self.outputs[stage, m] = complete()
         self.batches.prepare()
-        if stage == stages.sink:
-            if self.observe is not None:
-                self.observe(m, outputs[""].detach(), batch)
-            loss = self.runtime.loss(outputs[""], batch)
-            self.loss_sum += loss.detach().double()
-            outputs = {"": loss}
-        self.outputs[stage, m] = outputs
+
+    def _with_loss(self, stage: Stage, m: int, batch: Mapping[str, Tensor], outputs: dict[str, Tensor]) -> Outputs:
+        """The outputs of a stage that go on, and its loss."""
+        if self.observe is not None and stage == self.schedule.stages.llm:
+            self.observe(m, outputs[""].detach(), batch)
+        if TARGET in outputs:
+            batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET).detach()})
+        loss = self.runtime.losses[stage.module](outputs[""], batch)
+        self.loss_sums[stage.module] += loss.detach().double()
+        sent = {edge.output for edge in self.schedule.stages.outputs(stage)}
+        return {**{name: rows for name, rows in outputs.items() if name in sent}, LOSS: loss}
 
     def _run(self, stage: Stage, m: int, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
         place = replace(self.runtime.places[stage], step=self.step, microbatch=m)
@@ -139,14 +155,14 @@ class StepRunner:
         return activations_on_host(self.runtime.modules[stage].parameters(), self.runtime.world.accelerator)
 
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs of a forward, on their autograd graph, and their gradients; no gradient for the loss."""
+        """The outputs of a forward, on their autograd graph, and their gradients."""
         outputs = self.outputs.pop((stage, m))
         if (stage, m) in self.recomputed:
             outputs = self.recomputed.pop((stage, m))()
         gradients = self.gradients.pop((stage, m), {})
-        if stage != self.schedule.stages.sink:
-            for name in outputs.keys() - gradients.keys():  # it has no rows, and no route
-                gradients[name] = torch.zeros_like(outputs[name])
+        for name in outputs.keys() - gradients.keys():  # others have no rows, and no route
+            weight = self.weights.get(stage.module, 1.0) if name == LOSS else 0.0
+            gradients[name] = torch.full_like(outputs[name], weight)
         return list(outputs.values()), [gradients.get(name) for name in outputs]
 
     def _backward_input(self, stage: Stage, m: int) -> None:

@@ -38,7 +38,7 @@ def bubble_fill(
     lanes: Lanes | None = None,
     on_sets: SetDurations | None = None,
 ) -> Schedule:
-    """A validated schedule in which the sink's module runs as it would by itself (`options.inner`), and the stages of
+    """A validated schedule in which the LLM's module runs as it would by itself (`options.inner`), and the stages of
     all other modules in its gaps: the slices of an encoder are its stages.
 
     The coarse placement has all forwards of encoders before the LLM and all backwards after it, as far as
@@ -86,7 +86,7 @@ def _filled(
     def schedule(found: Filled, names: Callable[[Action], Action]) -> Schedule:
         actions = [names(problem.actions[i]) for i in found.order]
         in_flight = {**inner.in_flight, **{s: n for s, n in zip(problem.stages, caps, strict=True) if n is not None}}
-        encoders = frozenset(stages.stages) - frozenset(stages.of_module(stages.sink.module))
+        encoders = frozenset(stages.stages) - frozenset(stages.of_module(stages.llm.module))
         rest = training, in_flight, inner.split, options.validated, encoders, options.in_collectives and training
         return schedule_of(actions, stages, routes, *rest)
 
@@ -94,8 +94,8 @@ def _filled(
         return schedule(late(problem, caps), _renamed(None))
     found = [(coarse(problem, caps), _renamed(None))]
     if options.in_collectives:
-        pipeline = set(map(stages.ranks_of, stages.of_module(stages.sink.module)))
-        rounds = routes.count(stages.sink.module) // len(pipeline)
+        pipeline = set(map(stages.ranks_of, stages.of_module(stages.llm.module)))
+        rounds = routes.count(stages.llm.module) // len(pipeline)
         found += [(late(problem, caps, some), _renamed(None)) for some in dict.fromkeys((0, rounds))]
     for numbers in _orders(stages, routes, problem) if options.refine else ():
         names = _renamed(numbers)
@@ -146,11 +146,11 @@ def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:
-    """The schedule of the sink's module alone. Raises ScheduleError: there is no such inner schedule."""
+    """The schedule of the LLM's module alone. Raises ScheduleError: there is no such inner schedule."""
     if options.inner not in INNER_SCHEDULES:
         valid = ", ".join(INNER_SCHEDULES)
         raise ScheduleError(f"bubble_fill: there is no inner schedule {options.inner!r}; valid are {valid}")
-    module = stages.sink.module
+    module = stages.llm.module
     own = stages.of_module(module)
 
     def inside(edges: Iterable[Edge]) -> tuple[Edge, ...]:
@@ -167,22 +167,22 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
 
 
 def _caps(problem: FillProblem, least: Filled, options: PolicyOptions) -> tuple[int | None, ...]:
-    """How many microbatches each stage may hold; None for those of the sink's module."""
-    sink, cap = set(problem.stage[: problem.fixed]), options.in_flight
+    """How many microbatches each stage may hold; None for those of the LLM's module."""
+    llm, cap = set(problem.stage[: problem.fixed]), options.in_flight
     for i, held in enumerate(least.held):
-        if cap is not None and held > cap and i not in sink and not options.raise_in_flight:
+        if cap is not None and held > cap and i not in llm and not options.raise_in_flight:
             raise ScheduleError(
                 f"bubble_fill: stage {problem.stages[i]} may hold {cap} microbatches at a time, but the "
                 f"order of the LLM needs {held}"
             )
     most = [2 * max(held, 1) if cap is None else max(cap, held) for held in least.held]
-    return tuple(None if i in sink else held for i, held in enumerate(most))
+    return tuple(None if i in llm else held for i, held in enumerate(most))
 
 
 def _orders(stages: StageGraph, routes: Routes, problem: FillProblem) -> Iterable[tuple[int, ...] | None]:
     """Orders of microbatches worth a look: by number (None), and those of the least work for encoders first."""
     yield None
-    count = routes.count(stages.sink.module)
+    count = routes.count(stages.llm.module)
     plain = all(routes.same_numbers(edge) for edge in stages.edges)
     if not plain or any(routes.count(stage.module) != count for stage in stages.stages):
         return

@@ -32,7 +32,7 @@ class FillOrder:
     """How a pass puts its order together.
 
     Attributes:
-        ahead: whether the sink's actions go on only on tracks where a filler does not fit yet. That makes best use of
+        ahead: whether the LLM's actions go on only on tracks where a filler does not fit yet. That makes best use of
             gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
         soonest: whether of the fillers that fit the one comes first that can start first, instead of the first by
             number. Where an encoder's stages take turns on the ranks of its pipeline, a rank would else wait for a
@@ -47,7 +47,7 @@ DEFAULT_ORDER = FillOrder()
 
 
 def lazy(problem: FillProblem) -> Filled:
-    """Fillers run when the sink's module needs them, backwards as soon as they can: no valid order holds less."""
+    """Fillers run when the LLM's module needs them, backwards as soon as they can: no valid order holds less."""
     return _Pass(problem, None, lambda i, _: i >= problem.backwards).run()
 
 
@@ -59,11 +59,11 @@ def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
 
 
 def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> Filled:
-    """Fillers as late as they can be: forwards when the sink's module needs them, backwards when caps ask for them, or
+    """Fillers as late as they can be: forwards when the LLM's module needs them, backwards when caps ask for them, or
     last. Whatever may begin before its place then has the longest time to.
 
     Args:
-        rounds: how many rounds of microbatches forwards come in, each as in `coarse` when the sink's module needs the
+        rounds: how many rounds of microbatches forwards come in, each as in `coarse` when the LLM's module needs the
             first of it, so that pipelines of fillers fill; 0: one by one.
     """
     if not rounds:
@@ -82,7 +82,7 @@ def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> F
 def fill(
     problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, fill_order: FillOrder
 ) -> Filled:
-    """Fillers as early as nothing of the sink's module starts later than `makespan` allows.
+    """Fillers as early as nothing of the LLM's module starts later than `makespan` allows.
 
     Args:
         caps: per stage, how many microbatches it may hold.
@@ -149,7 +149,7 @@ class _Pass:
         self.tails, self.limit = tails, limit
         count = len(problem.actions)
         self.free = [0.0] * len(problem.sequences)
-        self.position = [0] * len(problem.sequences)  # of each track's next action of the sink
+        self.position = [0] * len(problem.sequences)  # of each track's next action of the LLM
         self.stops: list[tuple[float, ...] | None] = [None] * count
         self.order: list[int] = []
         self.held, self.most = [0] * len(problem.stages), [0] * len(problem.stages)
@@ -171,7 +171,7 @@ class _Pass:
 
     def run(self) -> Filled:
         """Until everything is in the order. Raises ScheduleError: a stage may not hold as many microbatches as the
-        order of the sink's module needs."""
+        order of the LLM's module needs."""
         problem, count = self.problem, len(self.problem.actions)
         following, wanted = 0, problem.backwards
         while len(self.order) < count:
@@ -208,7 +208,7 @@ class _Pass:
         return out
 
     def _choose(self) -> tuple[int | None, int | None]:
-        """The filler that comes first of those that fit; where none does, the next action of the sink on the track
+        """The filler that comes first of those that fit; where none does, the next action of the LLM on the track
         where the first one does not."""
         goal = None
         fitting: list[int] = []

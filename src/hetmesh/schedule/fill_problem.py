@@ -21,21 +21,21 @@ Needed = tuple[tuple[int, ...], ...] | None
 
 @dataclass(frozen=True, eq=False)
 class FillProblem:
-    """Compute actions by number: first those of the sink's module in their order, then all others, the *fillers*:
+    """Compute actions by number: first those of the LLM's module in their order, then all others, the *fillers*:
     forwards, then backwards, each in the order of `one_by_one`.
 
     A track is all ranks that hold the same stages, and so do the same. Sets of ranks that share a track are one.
 
     Attributes:
         actions: by number.
-        fixed: how many belong to the sink's module.
+        fixed: how many belong to the LLM's module.
         backwards: the number of the first backward of a filler.
         seconds: of each, on each of its sets of tracks.
         groups: of each, the tracks that take part, by sets that start together.
         before: of each, the numbers of actions that it needs, and which sets of them.
         previous: of each, what comes right before it in the order of its tracks (of fillers, of its stage), or else
-            would come too late for a cap of the sink's module.
-        sequences: per track, the sink's actions in order.
+            would come too late for a cap of the LLM's module.
+        sequences: per track, the LLM's actions in order.
         stage: of each, the number of its stage.
         ends: of each forward of a filler, the actions after which its stage no longer holds the microbatch.
         stages: by number.
@@ -73,14 +73,14 @@ def fill_problem(
     """The tables.
 
     Args:
-        order: the compute actions of the sink's module.
-        split: stages of the sink's module whose backward has two parts.
+        order: the compute actions of the LLM's module.
+        split: stages of the LLM's module whose backward has two parts.
         lanes: None: all ranks of a stage start together.
-        caps: how many microbatches stages of the sink's module hold at most in that order; None: no matter.
+        caps: how many microbatches stages of the LLM's module hold at most in that order; None: no matter.
         on_sets: what actions take on each of the sets of `lanes`; None: `durations` on all.
     """
-    sink = stages.sink.module
-    others = [a for step in one_by_one(stages, routes, training) for a in step if a.stage.module != sink]
+    llm = stages.llm.module
+    others = [a for step in one_by_one(stages, routes, training) for a in step if a.stage.module != llm]
     fillers = [a for a in others if a.kind is Kind.FORWARD], [a for a in others if a.kind is not Kind.FORWARD]
     actions = (*order, *fillers[0], *fillers[1])
     number = {action: i for i, action in enumerate(actions)}
@@ -139,7 +139,7 @@ def _seconds(
 def _let_go(
     order: Sequence[Action], stages: StageGraph, routes: Routes, training: bool, caps: Mapping[Stage, int]
 ) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    """What comes before a forward of the sink's module so that its stage holds no more than its cap, where no backward
+    """What comes before a forward of the LLM's module so that its stage holds no more than its cap, where no backward
     of its own does: the forwards that read as many microbatches before it."""
     forwards: dict[Stage, list[int]] = {}
     for i, action in enumerate(order):

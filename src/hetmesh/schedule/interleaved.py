@@ -32,7 +32,7 @@ def interleaved(
     Modules with one stage per rank run 1F1B. Warm-up forwards of rank r of p with v stages each, in rounds of n
     microbatches: (p - 1 - r) + (v - 1) n, or with `options.early` Megatron-LM's 2 (p - 1 - r) + (v - 1) n: the same
     makespan. Where these come to a halt, because rounds and the microbatches that feed each other do not go together,
-    modules before the sink warm up with more, at last with all.
+    modules before the LLM warm up with more, at last with all.
     """
     routes = Routes.of(stages, microbatches)
     steps = one_by_one(stages, routes, training)

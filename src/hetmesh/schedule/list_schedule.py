@@ -235,9 +235,9 @@ class Fixed(Group):
 
 def caps_by_distance(stages: StageGraph, routes: Routes, steps: Sequence[Sequence[Action]]) -> dict[Stage, int]:
     """How many microbatches each stage may hold: what its consumers need to hold as many as they may and have their
-    next one ready; the sink 1.
+    next one ready; the LLM 1.
 
-    So a stage warms up with as many forwards as it has stages between itself and the *sink*: encoders of unequal depth
+    So a stage warms up with as many forwards as it has stages between itself and the LLM: encoders of unequal depth
     all have their first microbatch ready when the LLM wants it, and none runs further ahead than it must. Where a
     microbatch needs two of the stage before, or the second half of it waits for the next one, it is one more.
 

@@ -17,7 +17,7 @@ def one_f_one_b(
 ) -> Schedule:
     """A validated schedule in which every stage, once warm, alternates one forward and one backward.
 
-    A stage warms up by its distance to the *sink*, as heterogeneous pipelines do (NVIDIA's Megatron-LM for multimodal
+    A stage warms up by its distance to the LLM, as heterogeneous pipelines do (NVIDIA's Megatron-LM for multimodal
     models, MIMO): by the distance from the source, encoders of unequal depth would be misaligned. A stage without a
     backward runs as far ahead, and no further.
     """
@@ -49,7 +49,7 @@ def by_caps(
     """The schedule of stages that each obey `Capped` with `caps_by_distance`."""
     steps = one_by_one(stages, routes, training)
     caps = caps_by_distance(stages, routes, steps)
-    # of two that could start at once, the one nearer to the sink
+    # of two that could start at once, the one nearer to the LLM
     groups = capped_stages(reversed(stages.stages), stages, routes, steps, caps, split)
     order = list_schedule(stages, routes, groups, nominal(stages, routes, split), split)
     return schedule_of(order, stages, routes, training, caps, split, validated)

@@ -1,4 +1,4 @@
-"""One microbatch of the sink after the other: the order that every policy starts from, and the sequential policy."""
+"""One microbatch of the LLM after the other: the order that every policy starts from, and the sequential policy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetmesh.schedule.schedule import DEFAULT, Action, Kind, PolicyOptions, Sche
 
 
 def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> list[list[Action]]:
-    """Compute actions, per microbatch of the sink: what it needs and is not over yet, itself, and the backwards for
+    """Compute actions, per microbatch of the LLM: what it needs and is not over yet, itself, and the backwards for
     which nothing is left to wait. What feeds nobody and is not needed on the way comes last."""
     needed = forwards_needed(stages, routes)
     done = dict.fromkeys(stages.stages, 0)
@@ -30,7 +30,7 @@ def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> lis
             step.append(Action(Kind.FORWARD, stage, m))
             if stage in waiting:
                 waiting[stage][m] = sum(1 for _ in routes.out_of(stages.gradient_outputs(stage), m))
-                if not waiting[stage][m]:  # the sink, and rows that nobody wants
+                if not waiting[stage][m]:  # the LLM, and rows that nobody wants
                     backward(stage, m, step)
         done[stage] = max(done[stage], stop)
 
@@ -39,7 +39,7 @@ def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> lis
             for m in [m for m, count in waiting.get(stage, {}).items() if not count]:
                 backward(stage, m, step)
 
-    for m in range(routes.count(stages.sink.module)):
+    for m in range(routes.count(stages.llm.module)):
         step: list[Action] = []
         for stage in stages.stages:
             forwards(stage, needed[stage.module][m], step)
@@ -52,13 +52,15 @@ def one_by_one(stages: StageGraph, routes: Routes, training: bool = True) -> lis
 
 
 def forwards_needed(stages: StageGraph, routes: Routes) -> dict[str, list[int]]:
-    """Per module and microbatch of the sink, how many forwards come before its own, if all go by number."""
-    sink = stages.sink.module
-    needed = {sink: list(range(1, routes.count(sink) + 1))}
+    """Per module and microbatch of the LLM, how many forwards come before its own, if all go by number; of modules
+    after it, and of others that feed nobody, how many follow it at once."""
+    llm = stages.llm.module
+    ends = {stage.module for stage in stages.stages if stage in stages.after_llm or not stages.outputs(stage)}
+    needed = {module: list(range(1, routes.count(llm) + 1)) for module in {llm, *ends}}
     for module in reversed(list(dict.fromkeys(stage.module for stage in stages.stages))):
-        if module == sink:
+        if module in needed:
             continue
-        most = [0] * routes.count(sink)
+        most = [0] * routes.count(llm)
         for edge in stages.edges:
             if edge.source.module == module and not edge.internal:
                 ahead = forwards_before(routes, edge)
@@ -88,7 +90,7 @@ def by_stage(steps: Iterable[Sequence[Action]], kind: Kind) -> dict[Stage, list[
 def sequential(
     stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
-    """A validated schedule that keeps one microbatch of the sink in flight, and of other modules those that it needs
+    """A validated schedule that keeps one microbatch of the LLM in flight, and of other modules those that it needs
     and that still have to feed a later one; with `training=False` the forwards alone."""
     routes = Routes.of(stages, microbatches)
     order = [action for step in one_by_one(stages, routes, training) for action in step]

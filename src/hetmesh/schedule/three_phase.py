@@ -23,8 +23,9 @@ from hetmesh.schedule.sequential import one_by_one
 def three_phase(
     stages: StageGraph, microbatches: Routes | int, training: bool = True, options: PolicyOptions = DEFAULT
 ) -> Schedule:
-    """A validated schedule in windows of the sink's microbatches, each of three phases (NVIDIA, arXiv 2605.27678,
-    section 4): what it needs of others forward; 1F1B over the stages of the sink's module; all other modules backward.
+    """A validated schedule in windows of the LLM's microbatches, each of three phases (NVIDIA, arXiv 2605.27678,
+    section 4): what it needs of others forward; 1F1B over the stages of the LLM and of modules after it; all other
+    modules backward.
 
     An encoder whose ranks are spread over the LLM's pipeline stages needs all of them at a time, while 1F1B staggers
     them: side by side they would wait for each other in every microbatch. The price is that the encoders' activations
@@ -34,15 +35,15 @@ def three_phase(
     routes = Routes.of(stages, microbatches)
     steps = one_by_one(stages, routes, training)
     window = min(options.window or len(steps), max(len(steps), 1))
-    sink = stages.of_module(stages.sink.module)
-    others = tuple(s for s in stages.stages if s not in sink)
-    caps = {s: n for s, n in caps_by_distance(stages, routes, steps).items() if s in sink}
+    llm = tuple(s for s in stages.stages if s.module == stages.llm.module or s in stages.after_llm)
+    others = tuple(s for s in stages.stages if s not in llm)
+    caps = {s: n for s, n in caps_by_distance(stages, routes, steps).items() if s in llm}
     order: list[Action] = []
     for first in range(0, len(steps), window):
         some = steps[first : first + window]
         phases = [
             capped_stages(others, stages, routes, some, None, kinds=[Kind.FORWARD]),
-            capped_stages(reversed(sink), stages, routes, some, caps),
+            capped_stages(reversed(llm), stages, routes, some, caps),
             capped_stages(reversed(others), stages, routes, some, None, kinds=[Kind.BACKWARD]),
         ]
         for groups in phases:

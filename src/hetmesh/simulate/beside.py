@@ -113,8 +113,8 @@ class BesideRun(Run):
         stages = schedule.stages.stages
         self.schedule, self.costs = schedule, costs
         self.beside = [stage.module in modules for stage in stages]
-        if schedule.stages.sink.module in modules:
-            raise GraphError(f"{schedule.stages.sink.module!r} cannot run beside itself: it is what others run beside")
+        if schedule.stages.llm.module in modules:
+            raise GraphError(f"{schedule.stages.llm.module!r} cannot run beside itself: it is what others run beside")
         if missing := [str(s) for s in stages if (s, 0) not in costs.parts and schedule.routes.count(s.module)]:
             raise GraphError(f"what runs beside others needs the parts of actions: none for {missing[:4]}")
         self.room: dict[int, list[int]] = {}  # behind an action, the forwards that may then begin

@@ -93,14 +93,14 @@ def fill_typical_beside(
 
 
 def fill_typical(model: StepModel, routes: Routes, training: bool, options: PolicyOptions, work: Work) -> Schedule:
-    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the sink, and as many rows."""
+    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the LLM, and as many rows."""
     graph, costs = model.graph, {}
     for name in graph.order:
         spec = graph[name]
         upstream = any(map(graph.needs_gradient, graph.inputs(name)))
         times = module_times(model.shape(name), work, Rates(1.0), upstream=upstream, tp=spec.mesh.axis_size("tp"))
-        times_as_many = routes.count(graph.sink.name) / max(routes.count(name), 1)  # its microbatches hold as much less
-        share = times_as_many * graph.sink.num_lanes / (spec.num_lanes * spec.mesh.axis_size("cp"))
+        times_as_many = routes.count(graph.llm.name) / max(routes.count(name), 1)  # its microbatches hold as much less
+        share = times_as_many * graph.llm.num_lanes / (spec.num_lanes * spec.mesh.axis_size("cp"))
         for stage in model.stages.of_module(name):
             own = [times[layer] for layer in spec.stage_layers(stage.index) if layer in times] or [*times.values()]
             costs[stage] = StageCost(

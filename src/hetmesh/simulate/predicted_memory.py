@@ -340,12 +340,12 @@ def _with_update(held: _HeldBytes, columns: Program) -> list[Peak]:
 
 
 def peak_rows(plan: BatchPlan, schedule: Schedule) -> Mapping[Stage, int]:
-    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the sink's tokens, of
+    """Per stage, the most rows that one of its lanes holds at a time: those its module emits, or the LLM's tokens, of
     all microbatches between their forward and the end of their backward (`hetmesh.schedule.holding`)."""
     graph = plan.graph
     rows: dict[str, list[np.ndarray]] = {}
     for name in graph.order:
-        each = [s.tokens if name == graph.sink.name else s.rows.get(name, 0) for s in plan.samples]
+        each = [s.tokens if name == graph.llm.name else s.rows.get(name, 0) for s in plan.samples]
         rows[name] = [np.array([sum(each[i] for i in lane) for lane in lanes]) for lanes in plan.lanes[name]]
     held = {stage: np.zeros(graph[stage.module].num_lanes, np.int64) for stage in schedule.stages.stages}
     most = dict.fromkeys(schedule.stages.stages, 0)

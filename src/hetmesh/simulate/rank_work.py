@@ -59,15 +59,15 @@ def _shares(
     plan: BatchPlan, module: ModuleSpec, samples: Sequence[SampleMeta], tokens: LaneTokens, mask: Mask
 ) -> list[RankWork]:
     """Of the ranks that share the tokens of a lane."""
-    sink = module.name == plan.graph.sink.name
-    unit, twice = module.tokens_per_row or 1, 2 if sink else 1
+    llm = module.name == plan.graph.llm.name
+    unit, twice = module.tokens_per_row or 1, 2 if llm else 1
     shares = [coalesce(sorted(share)) for share in tokens.shares]
     wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(shares) > 1 else () for runs in shares]
-    predicting = _predicting(samples, tokens.starts) if sink else ()
+    predicting = _predicting(samples, tokens.starts) if llm else ()
     found = []
     for r, runs in enumerate(shares):
         rows, pairs = extent(runs) // unit, twice * computed_entries(mask, runs) // unit**2
-        work = Work(max(rows, 1) if sink else rows, pairs, overlap(predicting, runs))
+        work = Work(max(rows, 1) if llm else rows, pairs, overlap(predicting, runs))
         others = sum(overlap(keys, runs) for o, keys in enumerate(wanted) if o != r)
         found.append(RankWork(work, extent(wanted[r]) - overlap(wanted[r], runs), others))
     return found

@@ -96,8 +96,8 @@ def _columns(
     schedule, and per stage whether its backward runs its forward again."""
     graph, stages = replay.graph, stage_graph(replay.graph)
     pairs = [(m, m) for m in range(microbatches)] + [(m, m + 1) for m in late]
-    led_by, sink = leaders(graph), graph.sink.name
-    into = {(b.source, b.destination) for b in graph.boundaries if led_by[b.destination] == sink != led_by[b.source]}
+    led_by, llm = leaders(graph), graph.llm.name
+    into = {(b.source, b.destination) for b in graph.boundaries if led_by[b.destination] == llm != led_by[b.source]}
     routes = Routes.make(dict.fromkeys(graph.order, microbatches), dict.fromkeys(into, pairs) if late else None)
     schedule = POLICIES[replay.policy](stages, routes, True, replay.options)
     costs = {(stage, m): StageCost(0.0) for stage in stages.stages for m in range(microbatches)}

@@ -78,10 +78,10 @@ class StepModel:
     ) -> None:
         if missing := [name for name in graph.order if shapes.get(name) is None]:
             raise HetmeshError(f"costs of a step: the sizes of modules {missing} are not known")
-        dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
+        dtype = str(graph.llm.options.row_dtype).removeprefix("torch.")
         if profile is not None and profile.dtype != dtype:
-            sink = graph.sink.name
-            raise HetmeshError(f"the profile was measured in {profile.dtype}, and {sink!r} computes in {dtype}")
+            llm = graph.llm.name
+            raise HetmeshError(f"the profile was measured in {profile.dtype}, and {llm!r} computes in {dtype}")
         self.graph, self.machine, self.profile = graph, machine, profile
         self.optimizer, self.sample = optimizer, sample
         self.implementation, self.weight_decay = implementation, weight_decay
@@ -141,12 +141,12 @@ class StepModel:
         """What actions take, and consist of, in microbatches that are all alike; nothing else of a step.
 
         Args:
-            work: by module, what a microbatch gives one lane where there are as many as of the sink.
+            work: by module, what a microbatch gives one lane where there are as many as of the LLM.
         """
         built, given = self._built(self.stages, ()), {}
         for name in self.graph.order:
             count, whole = routes.count(name), work(name)
-            share = routes.count(self.graph.sink.name) / max(count, 1) / self.graph[name].mesh.axis_size("cp")
+            share = routes.count(self.graph.llm.name) / max(count, 1) / self.graph[name].mesh.axis_size("cp")
             mean = Work(*(round(share * n) for n in (whole.rows, whole.pairs, whole.targets)))
             given[name] = [(RankWork(mean),)] * count
         costs = _stage_costs(built, given)

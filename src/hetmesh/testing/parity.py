@@ -24,7 +24,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.drawn import DrawnSample
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import ModuleGraph, SampleMeta, output_key
+from hetmesh.graph import LossSpec, ModuleGraph, ModuleSpec, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserSink
@@ -32,16 +32,18 @@ from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_plac
 from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import loaded_module
+from hetmesh.resolve.named_loss import named_loss
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.feed import Feed
+from hetmesh.training.draws import Draws
 from hetmesh.training.gradients import scale, squared_norm
 from hetmesh.training.job import Job
+from hetmesh.training.step import LossWeights
 
 Policy = Callable[[ModuleGraph, Sequence[SampleMeta], int], BatchPlan]
-"""(graph, expanded samples of a global batch, samples per microbatch and lane of the sink) -> the plan;
+"""(graph, expanded samples of a global batch, samples per microbatch and lane of the LLM) -> the plan;
 `hetmesh.balance.plan_batch` is one."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 """Largest relative error, by `[training] dtype`."""
@@ -56,7 +58,8 @@ class Outcome:
     """What a few SGD steps gave.
 
     Attributes:
-        losses: per step, per target token.
+        losses: per step, weighed and summed over modules.
+        of_modules: the same by module, per unit that its loss counts.
         gradients: of the first step, full tensors by parameter name (`llm.lm_head.weight`), None where there is none.
         parameters: after the last step, full tensors.
         norm: of the gradient of the first step over all modules, as a run sums it over ranks; None: nobody did.
@@ -66,6 +69,7 @@ class Outcome:
     gradients: Mapping[str, Tensor | None]
     parameters: Mapping[str, Tensor]
     norm: float | None = None
+    of_modules: tuple[Mapping[str, float], ...] = ()
 
 
 def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: bool = False) -> Outcome:
@@ -86,19 +90,27 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             plan = {**adapters[name].tensor_parallel_plan(), **recipe.modules[name].plan}
             seed_by_place(module, adapters[name].layers(), lora_plan(module, plan))
     numbers = count()
+    of_modules: list[Mapping[str, float]] = []
 
     def step() -> float:
         drawn, number = next(loader), next(numbers)
         size = recipe.batch.microbatch_size if microbatches else len(drawn)
-        targets = max(sum(d.meta.num_targets for d in drawn), 1)
-        per_token = targets / max(sum(d.meta.tokens for d in drawn), 1)
+        counts = {name: max(_counted(loss, name, graph, adapters, drawn), 1) for name, loss in graph.losses.items()}
+        per_token = counts[graph.llm.name] / max(sum(d.meta.tokens for d in drawn), 1)
         parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
-        return sum(accumulate(part, targets, per_token, number, m) for m, part in enumerate(parts))
+        each = [accumulate(part, counts, per_token, number, m) for m, part in enumerate(parts)]
+        found = {name: sum(of_part[name] for of_part in each) for name in counts}
+        of_modules.append(found)
+        return sum(graph.losses[name].weight * loss for name, loss in found.items())
 
-    def accumulate(drawn: Sequence[DrawnSample], targets: int, per_token: float, number: int, m: int) -> float:
+    def accumulate(
+        drawn: Sequence[DrawnSample], counts: Mapping[str, int], per_token: float, number: int, m: int
+    ) -> dict[str, float]:
         metas, samples = [d.meta for d in drawn], loader.load(drawn)
         outputs: dict[str, Tensor] = {}
-        batch: Mapping[str, Tensor] = {}
+        losses: dict[str, Tensor] = {}
+        batch: Mapping[str, Tensor]
+        balance: Tensor | float = 0.0
         for name in graph.order:
             inputs = {b.key: outputs[b.key] for b in graph.inputs(name)}
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
@@ -110,21 +122,64 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             elif kind != "causal":
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
+            if name in graph.topology.after_llm:
+                batch = {**batch, **_draws(recipe.debug.seed, number, graph[name], adapters[name], metas)}
             routings = _Routings(adapters[name].abilities.experts)
             with sees, routings.kept(modules[name]), entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
             named = {"": result} if isinstance(result, Tensor) else result
             outputs |= {output_key(name, output): rows for output, rows in named.items()}
-        loss = nn.functional.cross_entropy(outputs[graph.sink.name], batch["targets"], reduction="sum")
-        loss = loss / targets
-        balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
-        whole = loss + balance * per_token / targets
+            if name == graph.llm.name:
+                balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
+            if (spec := graph.losses.get(name)) is not None:
+                losses[name] = _summed(recipe, name, spec.kind, named, batch) / counts[name]
+        weighed = [graph.losses[name].weight * loss for name, loss in losses.items()]
+        whole = torch.stack(weighed).sum() + balance * per_token / counts[graph.llm.name]
         if whole.requires_grad:  # not where only an encoder is trained, and no sample has anything for it
             whole.backward()
-        return loss.item()
+        return {name: loss.item() for name, loss in losses.items()}
 
     with exact_dtypes(*modules.values(), every_cast=is_split(adapters)):
-        return descend(parameters, step, steps, lr)
+        return replace(descend(parameters, step, steps, lr), of_modules=tuple(of_modules))
+
+
+def _summed(recipe: Recipe, name: str, kind: str, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+    """The loss of a module over all samples of a batch, from its formula."""
+    table = recipe.modules[name].loss
+    if kind == "cross_entropy":
+        return nn.functional.cross_entropy(outputs[""], batch["targets"], reduction="sum")
+    targets = outputs.get("target", batch.get("targets"))
+    if table is not None and ":" in kind:
+        return named_loss("", table)(outputs[""], {**batch, "targets": targets})
+    assert targets is not None
+    return ((outputs[""] - targets) ** 2).sum() / targets.shape[-1]
+
+
+def _counted(
+    loss: LossSpec, name: str, graph: ModuleGraph, adapters: Mapping[str, Adapter], drawn: Sequence[DrawnSample]
+) -> int:
+    """What a loss counts of a batch, sample by sample."""
+    if loss.unit == "tokens":
+        return sum(d.meta.num_targets for d in drawn)
+    items = [item for d in drawn for item in d.meta.media if item.name == graph[name].media]
+    if loss.unit == "items":
+        return len(items)
+    frames = loss.unit == "frames"
+    return sum(item.shape[0] if frames else adapters[name].item_latents(item.shape) for item in items)
+
+
+def _draws(seed: int, step: int, spec: ModuleSpec, adapter: Adapter, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
+    """What a flow loss draws, one sample after another."""
+    parts: list[dict[str, Tensor]] = []
+    for meta in metas if adapter.abilities.draws else ():
+        shapes = [item.shape for item in meta.media if item.name == spec.media]
+        rows = sum(map(adapter.item_latents, shapes))
+        parts.append(Draws(seed, step).of(spec.name, [meta.id], [len(shapes)], [rows], adapter.abilities.draws))
+    return (
+        {key: torch.cat([part[key] for part in parts]).to(spec.options.parameter_dtype) for key in parts[0]}
+        if parts
+        else {}
+    )
 
 
 class _Routings:
@@ -197,19 +252,22 @@ def run(
         drawn = next(job.loader)
         metas = [d.meta for d in drawn]
         plan = policy(job.graph, metas, recipe.batch.microbatch_size) if policy else job.plan(metas)
-        feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
-        loss = job.runtime.run(job.schedule(plan), plan, feed, step=number)
-        targets = max(plan.num_targets, 1)
-        scale(parameters.values(), 1 / targets)
+        feed = job.feed(drawn, plan, number)
+        weights = LossWeights(plan)
+        sums = job.runtime.run(job.schedule(plan), plan, feed, step=number, weights=weights.of_sums)
+        scale(parameters.values(), 1 / max(weights.divisor, 1))
         if not norms:
             norms.append(math.sqrt(*reduce_over_ranks([squared_norm(job.counted)], world)))
-        return float(loss) / targets if job.counts_loss else 0.0
+        losses = weights.losses({name: float(loss) * job.counts_loss(name) for name, loss in sums.items()})
+        of_modules.append(losses)
+        return weights.total(losses)
 
+    of_modules: list[Mapping[str, float]] = []
     with exact_dtypes(job.root, every_cast=is_split(job.adapters)):
         outcome = descend(parameters, step, steps, lr, partial(job.expert_placement.to_expert_order, None))
     if fault is None:
         job.check_replicas(steps)
-    return replace(outcome, norm=norms[0] if norms else None)
+    return replace(outcome, norm=norms[0] if norms else None, of_modules=tuple(of_modules))
 
 
 def check(
@@ -302,6 +360,9 @@ def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
     for step, loss in enumerate(expected.losses):
         total = sum(outcome.losses[step] for outcome in ranks)
         errors[f"loss of step {step}"] = abs(total - loss) / max(abs(loss), 1e-12)
+        for name, own in expected.of_modules[step].items() if expected.of_modules else ():
+            given = sum(outcome.of_modules[step].get(name, 0.0) for outcome in ranks)
+            errors[f"loss of {name} in step {step}"] = abs(given - own) / max(abs(own), 1e-12)
     whole = math.hypot(*_module_norms(expected.gradients).values())
     for rank, outcome in enumerate(ranks):
         if outcome.norm is not None:

@@ -79,8 +79,8 @@ def measure_collectives(recipe: Recipe, path: str) -> None:
 
 
 def _observations(job: Job, marks: _Marks, size: int) -> Iterator[Observation]:
-    """Of microbatches of `size` samples per lane of the sink."""
-    world, count = job.world, _MICROBATCHES * size * job.graph.sink.num_lanes
+    """Of microbatches of `size` samples per lane of the LLM."""
+    world, count = job.world, _MICROBATCHES * size * job.graph.llm.num_lanes
     stream = itertools.chain.from_iterable(job.loader.indices(step) for step in itertools.count())
     drawn = job.loader.drawn(list(itertools.islice(stream, count)))
     plan = plan_batch(job.graph, drawn.metas, size)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
 from hetmesh.parallel import VocabularyShards
+from hetmesh.training.draws import EVALUATION
 from hetmesh.training.job import Job
 from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
 
@@ -34,7 +36,8 @@ class Evaluation:
     """The result over n held-out samples.
 
     Attributes:
-        loss: cross-entropy per target token.
+        loss: the weighted sum of `losses`.
+        losses: by module, per unit that its loss counts in these samples; those that have none are left out.
         right: bool `[n]`: every target token of the sample is the arg-max (given the true tokens before it). A sample
             of which `seq_len` cut targets is not.
         predicted: int64 `[n, most targets]`: the arg-max tokens, -1 behind the last.
@@ -47,6 +50,7 @@ class Evaluation:
     predicted: Tensor
     kinds: tuple[str, ...]
     skipped: tuple[str, ...] = ()
+    losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -87,18 +91,19 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     count = min(len(source), limit or len(source))
     drawn = draw_held_out(job.world, loader, count)
     num_targets = np.concatenate([part.metas.num_targets for part in drawn])
-    targets = int(num_targets.sum())
-    if not targets:
+    planned = [(i * batch, part, job.plan(part.metas)) for i, part in enumerate(drawn)]
+    if not any(sum(plan.loss_counts.values()) for _, _, plan in planned):
         raise SampleError(f"evaluation: {_nothing_to_score(drawn, job.recipe.training.seq_len)}")
     width = int(num_targets.max())
     # The line of a sample is written by one rank; the sum over ranks hands it to all.
     results = torch.zeros(count, width + 1, dtype=torch.int64)
-    loss = torch.zeros((), dtype=torch.float64, device=job.world.device)
+    sums = dict.fromkeys(job.graph.losses, torch.zeros((), dtype=torch.float64, device=job.world.device))
+    counts = Counter[str]()
     skipped: dict[int, str] = {}
-    planned = [(i * batch, part, job.plan(part.metas)) for i, part in enumerate(drawn)]
-    feeds = [job.feed(part, plan, loader) for _, part, plan in planned]
+    feeds = [job.feed(part, plan, EVALUATION, loader) for _, part, plan in planned]
     for feed, (_, _, plan) in zip(feeds, planned, strict=True):
         feed.announce(job.schedule(plan, training=False))
+    counts_tokens = job.counts_loss(job.graph.llm.name)
     for start, _, plan in planned:
         feed = feeds.pop(0)  # which lets go of the samples of those before
         if loader.skip:
@@ -109,21 +114,21 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
 
         def observe(m: int, logits: Tensor, batch: Mapping[str, Tensor], guessed: list = guessed) -> None:
             guesses = _most_likely(logits, silent, job.vocabulary)
-            if not job.counts_loss:  # it only has a share of the vocabulary
+            if not counts_tokens:  # it only has a share of the vocabulary
                 return
             # Where ranks share the tokens of a lane, this one has some of its targets.
             index = batch.get("target_index", torch.arange(len(guesses)))
             guessed.append((m, guesses, guesses == batch["targets"], index))
 
-        counts = job.counts_loss
         schedule = job.schedule(plan, training=False)
-        observing = counts or job.vocabulary is not None
-        lane_loss = job.runtime.run(schedule, plan, feed, observe if observing else None, step=0)
-        loss += lane_loss if counts else 0
+        observing = counts_tokens or job.vocabulary is not None
+        for name, own in job.runtime.run(schedule, plan, feed, observe if observing else None, step=0).items():
+            sums[name] = sums[name] + own * job.counts_loss(name)
+        counts.update(plan.loss_counts)
         for m, guesses, hits, index in guessed:
             places = [
                 (start + i, j)
-                for i in plan.samples_of(job.graph.sink.name, m, job.sink_lane)
+                for i in plan.samples_of(job.graph.llm.name, m, job.llm_lane)
                 for j in range(plan.samples[i].num_targets)
             ]
             for k, guess, hit in zip(index.tolist(), guesses.tolist(), hits.tolist(), strict=True):
@@ -132,16 +137,17 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
                 results[sample, 1 + j] = guess + 1
     results = results.to(job.world.device)
     everyone = job.world.group(range(job.world.size))
+    totals = torch.stack(list(sums.values()))
     with job.world.waiting("sum of the evaluation over all ranks"):
         dist.all_reduce(results, group=everyone)
-        dist.all_reduce(loss, group=everyone)
+        dist.all_reduce(totals, group=everyone)
     results = results.cpu()
     kinds = tuple(_kinds(job.world, source, count)) if isinstance(source, QuestionSource) else ()
-    targets -= int(num_targets[list(skipped)].sum())
+    losses = {name: total / counts[name] for name, total in zip(sums, totals.tolist(), strict=True) if counts[name]}
     whole = torch.from_numpy(np.concatenate([part.given.num_targets for part in drawn]))  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
-    mean = float(loss) / targets if targets else math.nan
-    return Evaluation(mean, right, results[:, 1:] - 1, kinds, tuple(skipped.values()))
+    total = sum(job.graph.losses[name].weight * loss for name, loss in losses.items()) if losses else math.nan
+    return Evaluation(total, right, results[:, 1:] - 1, kinds, tuple(skipped.values()), losses)
 
 
 def draw_held_out(world: World, loader: Loader, count: int) -> list[DrawnBatch]:

@@ -7,18 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Unreadable, Wanted
 from hetmesh.data.source import COSTS, Sample, abilities_of
-from hetmesh.graph import ModuleSpec, Stage
-from hetmesh.graph.sample import kinds_of
+from hetmesh.graph import ModuleSpec, SampleMeta, Stage
+from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.collate import target_values
 from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
+from hetmesh.training.draws import FIRST, Draws
 
 
 @dataclass
@@ -54,8 +58,10 @@ class Feed:
         plan: BatchPlan,
         adapters: Mapping[str, Adapter],
         rank: int,
+        draws: Draws = FIRST,
     ) -> None:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
+        self.draws = draws
         self.loaded = Loaded()
         self._samples: dict[int, Sample] = {}
         self._mine: set[int] = set()
@@ -75,9 +81,25 @@ class Feed:
         samples, metas = [self._samples[i] for i in indices], [self.plan.samples[i] for i in indices]
         adapter = self.adapters[module]
         batch = adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
-        if module == self.plan.graph.sink.name and (names := abilities_of(source).values):
+        if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
+        if spec.loss is not None and module in self.plan.graph.topology.after_llm:
+            return {**batch, **self._of_loss(spec, metas)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
+
+    def _of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
+        """What the loss of a module after the LLM draws, and which rows of its targets it counts, if not all."""
+        adapter, kind = self.adapters[spec.name], spec.media or ""
+        shapes = [[item.extent for item in meta.media if item.name in kinds_of(kind)] for meta in metas]
+        rows = [sum(map(adapter.item_latents, each)) for each in shapes]
+        found: dict[str, Tensor] = {}
+        if features := adapter.abilities.draws:
+            found = self.draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
+            found = {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
+        counted = [meta.rows.get(spec.name + LOSS_UNITS, 1) > 0 for meta in metas]
+        if not all(count or not n for count, n in zip(counted, rows, strict=True)):  # some cannot be read
+            found["counted"] = torch.repeat_interleave(torch.tensor(counted), torch.tensor(rows))
+        return found
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
         lane = self.plan.graph[stage.module].lane_of(self.rank)
@@ -103,10 +125,13 @@ class Feed:
         self.loader.payloads.announce(requests)
 
     def _reads(self, spec: ModuleSpec, stage: int) -> bool:
-        """Whether a stage reads samples itself: an encoder's first one, of units every one; every one of the LLM."""
+        """Whether a stage reads samples itself: an encoder's first one, of units every one; every one of the LLM; of
+        a module after it that has targets the first and the last."""
         graph = self.plan.graph
+        if spec.name in graph.topology.after_llm:
+            return spec.loss is not None and stage in (0, spec.num_stages - 1)
         reads = stage == 0 or bool(len(self.drawn.metas.runs))
-        return spec.name == graph.sink.name or (reads and not graph.inputs(spec.name))
+        return spec.name == graph.llm.name or (reads and not graph.inputs(spec.name))
 
     def _wanted(self) -> dict[int, set[str]]:
         """The kinds of media that this rank's modules read, by source index of the samples of its lanes, whose

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,27 +85,28 @@ class GlobalGradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def settle(self, loss_sum: Tensor | float, stop: bool = False) -> tuple[float, float, bool]:
-        """Make gradients final, and sum over all ranks: the loss, the norm of its gradient over all modules (replicas
+    def settle(self, loss_sums: Sequence[Tensor | float], stop: bool = False) -> tuple[list[float], float, bool]:
+        """Make gradients final, and sum over all ranks: the losses, the norm of its gradient over all modules (replicas
         counted once; not finite if any gradient of any rank is not), and whether any rank says `stop`. Collective. The
         host waits for the device once; twice where gradients were not final.
 
         Args:
-            loss_sum: of this rank; 0 where another rank counts it.
+            loss_sums: of this rank; 0 where another rank counts it.
         """
         world, norm = self.runtime.world, self._squared_norm()
-        loss, squares, changed, asked = reduce_over_ranks([loss_sum, norm, self.runtime.changed, stop], world)
+        given = [*loss_sums, norm, self.runtime.changed, stop]
+        *losses, squares, changed, asked = reduce_over_ranks(given, world)
         if changed:
             self.runtime.settle()
             (squares,) = reduce_over_ranks([self._squared_norm()], world)
-        return loss, math.sqrt(squares), asked > 0
+        return losses, math.sqrt(squares), asked > 0
 
     def norm(self) -> float:
         """The norm of the gradients of all ranks as they are, replicas counted once. Collective."""
         return math.sqrt(reduce_over_ranks([self._squared_norm()], self.runtime.world)[0])
 
     def normalise(self, divisor: float, grad_norm: float, max_norm: float) -> None:
-        """Divide gradients by `divisor`, the number of targets of the whole batch, and clip their norm, which is then
+        """Divide gradients by `divisor`, what a loss counts of the whole batch, and clip their norm, which is then
         `grad_norm`, to `max_norm`; 0 does not clip."""
         scale(self.parameters, clip_factor(grad_norm, max_norm) / divisor)
 

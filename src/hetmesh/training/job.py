@@ -46,11 +46,12 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule, ahead
+from hetmesh.training.draws import Draws
 from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted
-from hetmesh.training.loss import CheckedLoss, CustomLoss, cross_entropy_of
+from hetmesh.training.loss import CustomLosses, losses_of_recipe, module_losses
 from hetmesh.training.non_finite import NonFiniteSteps
 from hetmesh.training.step import StepResult, TrainingStep
 from hetmesh.training.upcoming import AHEAD, PlannedStep, Upcoming
@@ -70,13 +71,13 @@ class Job:
 
     @classmethod
     def assemble(
-        cls, resolved: ResolvedRecipe, world: World, payloads: Payloads | None = None, loss: CustomLoss | None = None
+        cls, resolved: ResolvedRecipe, world: World, payloads: Payloads | None = None, loss: CustomLosses | None = None
     ) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them.
 
         Args:
             payloads: where samples are loaded (`environment.open_payloads`); None: on this rank, when they are needed.
-            loss: summed over targets; None: cross-entropy.
+            loss: custom ones; None: those of the recipe.
 
         Raises:
             RecipeError: the device cannot do what the recipe asks of it.
@@ -90,6 +91,7 @@ class Job:
         if resolved.profile_digest:
             _check_profile(resolved, world)
         loader, stages = resolved.loader(payloads), stage_graph(graph)
+        custom = losses_of_recipe(recipe, graph, loss)
         modules: dict[str, ParallelModule] = {}
         adapted: dict[Stage, nn.Module] = {}
         reducers: dict[Stage, Reducer] = {}
@@ -121,7 +123,7 @@ class Job:
                 abilities.token_sharded,
                 abilities.token_gathered,
                 abilities.splits_tokens,
-                abilities.head if loss is None else "",  # a loss of one's own gets whole logits
+                abilities.head if name not in custom else "",  # a custom loss gets whole logits
                 abilities.experts,
                 dense,
                 abilities.gathered_whole,
@@ -155,7 +157,7 @@ class Job:
             graph,
             adapted,
             reducers=reducers,
-            loss=cross_entropy_of(modules.get(graph.sink.name)) if loss is None else CheckedLoss(loss),
+            losses=module_losses(graph, modules, custom),
             seed=recipe.debug.seed,
             finish=partial(sum_tied_parameters, tied, world),
             whole=whole,
@@ -187,9 +189,11 @@ class Job:
         schedule = self.resolved.schedules.of(plan, training)
         return ahead(schedule) if self.world.accelerator.asynchronous else schedule
 
-    def feed(self, drawn: DrawnBatch, plan: BatchPlan, loader: Loader | None = None) -> Feed:
-        """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training."""
-        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank)
+    def feed(self, drawn: DrawnBatch, plan: BatchPlan, step: int, loader: Loader | None = None) -> Feed:
+        """What gives this rank's modules their inputs in a step over `drawn`, from `loader` or that of training.
+        `step`: by which losses draw; `EVALUATION` outside steps."""
+        draws = Draws(self.recipe.debug.seed, step)
+        return Feed(loader or self.loader, drawn, plan, self.adapters, self.world.rank, draws)
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters of this rank's modules: plain, or DTensors on the meshes of their modules. An optimizer of
@@ -227,7 +231,7 @@ class Job:
         schedule = self.schedule(plan)
         transfers = StepTransfers(plan, schedule, self.world.rank, self.world.ranks_per_node)
         transfers.prepare()
-        return PlannedStep(number, place, drawn, plan, schedule, transfers, self.feed(drawn, plan))
+        return PlannedStep(number, place, drawn, plan, schedule, transfers, self.feed(drawn, plan, number))
 
     @cached_property
     def upcoming(self) -> Upcoming:
@@ -263,21 +267,21 @@ class Job:
         check_replicas(self.parallel, self.tied, self.world, step)
 
     @property
-    def sink_lane(self) -> int:
-        """This rank's lane of the module that computes the loss; -1 outside it."""
-        lane = self.graph.sink.lane_of(self.world.rank)
+    def llm_lane(self) -> int:
+        """This rank's lane of the LLM; -1 outside it."""
+        lane = self.graph.llm.lane_of(self.world.rank)
         return -1 if lane is None else lane
 
     @property
     def vocabulary(self) -> VocabularyShards | None:
         """How the logits of this rank lie over those that compute them with it; None: it has all of them."""
-        sink = self.parallel.get(self.graph.sink.name)
-        return None if sink is None else sink.vocabulary
+        llm = self.parallel.get(self.graph.llm.name)
+        return None if llm is None else llm.vocabulary
 
-    @property
-    def counts_loss(self) -> bool:
-        """Whether this rank stands for its targets: it is the first of the replicas that compute the same loss."""
-        return is_first(self.graph.sink.stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
+    def counts_loss(self, name: str) -> bool:
+        """Whether this rank stands for its targets of a module: it is the first of the replicas that compute the same
+        loss."""
+        return is_first(self.graph[name].stage_mesh(-1), self.world.rank, (*LANE_AXES, "cp"))
 
 
 def _check_profile(resolved: ResolvedRecipe, world: World) -> None:

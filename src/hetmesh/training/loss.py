@@ -1,9 +1,9 @@
-"""The loss is a sum. It is divided once per step, by the valid target tokens of the whole global batch."""
+"""A loss is a sum. It is divided once per step, by what it counts of the whole global batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -11,12 +11,21 @@ from torch.nn.functional import cross_entropy
 
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import LossError, RecipeError
+from hetmesh.graph import ModuleGraph
 from hetmesh.parallel import ParallelModule
+from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.named_loss import named_loss
 
 CustomLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""A custom loss: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in which
-`batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its sample ->
-the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every microbatch."""
+"""A custom loss of the LLM: logits `[targets, vocab]` of this rank's lane and microbatch, and the batch of the LLM, in
+which `batch["targets"]` are the true tokens, and `batch["values.NAME"]`, float64, what each has of a value of its
+sample -> the SUM over these targets, a scalar; a connected 0 without any. Every rank with logits calls it in every
+microbatch.
+Of another module: what its last stage returns `[rows, features]`, and the batch of that module, in which
+`batch["targets"]` are what it is to be compared with, where the module has targets."""
+
+CustomLosses = CustomLoss | Mapping[str, CustomLoss]
+"""That of the LLM, or those of some modules by name."""
 
 
 def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -29,20 +38,65 @@ def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return cross_entropy(logits, batch["targets"], reduction="sum")
 
 
-def check_values(source: Source, loss: CustomLoss | None) -> None:
-    """Raise RecipeError where samples have values (`SourceAbilities.values`) and the loss is cross-entropy."""
-    if loss is None and (names := list(abilities_of(source).values)):
+def sum_squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """The squared differences of `output` from `batch["targets"]`, both `[rows, features]`, as their mean over features
+    summed over rows; of those in `batch["counted"]` alone, where it is there."""
+    targets = batch["targets"]
+    if output.shape != targets.shape:
+        raise LossError(f"its output {tuple(output.shape)} and its targets {tuple(targets.shape)} have other shapes")
+    if output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()
+    rows = (output - targets.to(output.dtype)).square().mean(-1)
+    return (rows * batch["counted"] if "counted" in batch else rows).sum()
+
+
+def by_module(loss: CustomLosses | None, graph: ModuleGraph) -> dict[str, CustomLoss]:
+    """Custom losses by module. Raises RecipeError: of a module that has no loss."""
+    given = {} if loss is None else dict(loss) if isinstance(loss, Mapping) else {graph.llm.name: loss}
+    if wrong := sorted(given.keys() - graph.losses.keys()):
+        raise RecipeError(f"loss of {wrong[0]!r}: the modules with a loss are {', '.join(graph.losses)}")
+    return given
+
+
+def losses_of_recipe(recipe: Recipe, graph: ModuleGraph, custom: CustomLosses | None) -> dict[str, CustomLoss]:
+    """Custom losses by module: those given, and those that the recipe names. Raises RecipeError: as `by_module`, or one
+    cannot be imported."""
+    found = by_module(custom, graph)
+    for name, module in recipe.modules.items():
+        if name not in found and module.loss is not None and ":" in module.loss.kind:
+            found[name] = named_loss(f"modules.{name}.loss.kind", module.loss)
+    return found
+
+
+def check_values(source: Source, losses: Collection[str], llm: str) -> None:
+    """Raise RecipeError where samples have values (`SourceAbilities.values`) and the loss is cross-entropy. `losses`:
+    modules with a custom one."""
+    if llm not in losses and (names := list(abilities_of(source).values)):
         raise RecipeError(
             f"[data.options] values = {names}: cross-entropy reads none and weighs all targets alike; give a loss that "
             "reads them, hetmesh.train(recipe, loss=f), or leave them out"
         )
 
 
-def cross_entropy_of(sink: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `sink` gives on this rank, maybe a share of the vocabulary; None: none."""
-    if sink is None or (vocabulary := sink.vocabulary) is None:
+def cross_entropy_of(llm: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """`sum_cross_entropy` of the logits that `llm` gives on this rank, maybe a share of the vocabulary; None: none."""
+    if llm is None or (vocabulary := llm.vocabulary) is None:
         return sum_cross_entropy
     return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
+
+
+def module_losses(
+    graph: ModuleGraph, modules: Mapping[str, ParallelModule], custom: Mapping[str, CustomLoss]
+) -> dict[str, CustomLoss]:
+    """The loss of each module that has one, as its last stage calls it. `modules`: of this rank."""
+    found: dict[str, CustomLoss] = {}
+    for name, spec in graph.losses.items():
+        if name in custom:
+            found[name] = CheckedLoss(custom[name]) if spec.unit == "tokens" else CheckedRowLoss(custom[name])
+        else:
+            tokens = spec.kind == "cross_entropy"
+            found[name] = cross_entropy_of(modules.get(name)) if tokens else sum_squared_error
+    return found
 
 
 class CheckedLoss:
@@ -103,6 +157,19 @@ class CheckedSampleLoss(CheckedLoss):
         if any(len(value) != n for value in batch.values() if isinstance(value, Tensor)):
             return None
         return {key: value[span] if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+class CheckedRowLoss(CheckedLoss):
+    """A `CheckedLoss` of a module whose output has a row per row of its targets."""
+
+    of, over = "output", "its rows"
+
+    def part_of(self, batch: Mapping[str, Tensor], span: slice, n: int) -> Mapping[str, Tensor] | None:
+        """The batch of some of the `n` rows; None if it is not compared with a target of each."""
+        targets = batch.get("targets")
+        if not isinstance(targets, Tensor) or len(targets) != n:
+            return None
+        return {key: v[span] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for key, v in batch.items()}
 
 
 _OF_TARGETS = ("targets", "target_positions", "target_index")

@@ -68,7 +68,7 @@ class Meter:
         options = within_range(self.graph, plan.samples, self.unbalanced)
         loads = batch_loads(self.graph, plan.samples, options)
         slots = graph_slots(self.graph, self.job.recipe.batch.num_microbatches, options, len(plan.samples))
-        padded = not self.graph.sink.packed
+        padded = not self.graph.llm.packed
         drawn = batch_load(loads, assign(loads, slots, "none"), padded=padded)
         return StepLoad(drawn, batch_load(loads, plan_assignment(plan), padded=padded))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -61,16 +63,16 @@ class NonFiniteSteps:
         return f"{what}: skipped, parameters stay as they are"
 
 
-def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World) -> str:
+def describe_non_finite(root: nn.Module, losses: Mapping[str, Tensor | float], world: World) -> str:
     """What is not finite, and where, e.g. `"the loss (rank 2) and gradients of vision (rank 0-1)"`.
 
     Collective over all ranks, in the rare step whose sum was not finite: the usual one needs a single number.
 
     Args:
         root: the modules of this rank, by name.
-        loss_sum: of this rank.
+        losses: summed, of this rank, by module.
     """
-    everyone = gather_objects(_found(root, loss_sum), world, "names of modules whose gradients are not finite")
+    everyone = gather_objects(_found(root, losses), world, "names of modules whose gradients are not finite")
     ranks: dict[str, list[int]] = {}
     for rank, found in enumerate(everyone):
         for what in found:
@@ -81,8 +83,10 @@ def describe_non_finite(root: nn.Module, loss_sum: Tensor | float, world: World)
 
 
 @torch.no_grad()
-def _found(root: nn.Module, loss_sum: Tensor | float) -> list[str]:
-    found = [] if torch.isfinite(torch.as_tensor(loss_sum)) else ["the loss"]
+def _found(root: nn.Module, losses: Mapping[str, Tensor | float]) -> list[str]:
+    of = " of {}" if len(losses) > 1 else ""
+    wrong = (name for name, loss in losses.items() if not torch.isfinite(torch.as_tensor(loss)))
+    found = [f"the loss{of.format(name)}" for name in wrong]
     for name, module in root.named_children():
         parameters = list(module.parameters())
         if not all(bool(torch.isfinite(local_part(p)).all()) for p in parameters):

@@ -95,8 +95,8 @@ class OneProcess:
 
     def cache(self) -> Cache | None:
         """What `logits` may keep between the tokens of an answer; None where the LLM computes all of them again."""
-        sink = self.resolved.graph.sink
-        return {} if keeps_keys(self.resolved.adapters[sink.name], self.modules[sink.name], sink.packed) else None
+        llm = self.resolved.graph.llm
+        return {} if keeps_keys(self.resolved.adapters[llm.name], self.modules[llm.name], llm.packed) else None
 
     def feed(self, loader: Loader, batch: DrawnBatch) -> Feed:
         """What the modules read of the samples in `batch`, which `loader` drew, as one microbatch."""
@@ -125,16 +125,16 @@ class OneProcess:
         """
         rows = {} if rows is None else rows
         loader, graph = self.loader(source), self.resolved.graph
-        sink = graph.sink.name
+        llm = graph.llm.name
         feed = self.feed(loader, loader.batch(0))
         for name in graph.order:
-            if name == sink and cache is not None:
+            if name == llm and cache is not None:
                 adapter = self.resolved.adapters[name]
                 assert isinstance(adapter, CausalLMAdapter)
                 return next_logits(adapter, self.modules[name], *self._inputs(name, feed, rows), cache)
-            if name == sink or name not in rows:
+            if name == llm or name not in rows:
                 self.run(name, feed, rows)
-        return rows.pop(sink)
+        return rows.pop(llm)
 
 
 def on_one_rank(recipe: Recipe, **training: Any) -> Recipe:

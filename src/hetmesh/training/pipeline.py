@@ -4,7 +4,7 @@ a recipe."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,7 @@ from hetmesh.errors import BoundaryError, GraphError, HetmeshError
 from hetmesh.graph import (
     LANE_AXES,
     BoundarySpec,
+    LossSpec,
     ModuleGraph,
     ModuleOptions,
     ModuleSpec,
@@ -90,6 +91,10 @@ class Part:
     call: Callable[[nn.Module, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor] | None = None
 
 
+SampleLoss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+"""(output of a part, what `load` gave for it) -> the summed loss of the samples of a lane and microbatch, a scalar."""
+
+
 class Pipeline:
     """Parts that feed each other, a step at a time. Built on every rank of the job, in the same way.
 
@@ -102,7 +107,8 @@ class Pipeline:
         parts: by name. A pipeline stage is a part.
         boundaries: (from, to): the output of one part is an input of the other.
         loss: `loss(output, batch)` gets what the last part returned for the samples of a lane and microbatch, and what
-            `load` gave for it: the SUM of the loss over these samples, a scalar.
+            `load` gave for it: the SUM of the loss over these samples, a scalar. Where several parts have one, by the
+            part's name: the loss of a step is their sum.
         schedule: one of `SCHEDULES`, or torch's name of it, as in a recipe.
         microbatch: samples per microbatch and lane of the last part.
         check: whether to compare gradients in the first step; it takes two more forwards per part.
@@ -121,7 +127,7 @@ class Pipeline:
         parts: Mapping[str, Part],
         boundaries: Sequence[tuple[str, str]] = (),
         *,
-        loss: Callable[[Tensor, Mapping[str, Tensor]], Tensor],
+        loss: SampleLoss | Mapping[str, SampleLoss],
         schedule: str = "sequential",
         microbatch: int = 1,
         seed: int = 0,
@@ -130,9 +136,10 @@ class Pipeline:
         given, schedule = schedule, schedule_name(schedule)
         if schedule not in SCHEDULES:
             raise GraphError(f"schedule = {given!r}: valid are {', '.join(SCHEDULES)}")
-        self.world, self.parts, self.loss = World.current(), dict(parts), loss
+        self.world, self.parts = World.current(), dict(parts)
         self.schedule, self.microbatch = schedule, microbatch
-        self.graph = _graph(self.parts, boundaries)
+        losses = loss if isinstance(loss, Mapping) else None
+        self.graph = _graph(self.parts, boundaries, () if losses is None else losses)
         self.checked: dict[str, float | None] | None = None if check else {}
         self.steps = 0
         self.parallel, self._shared = self._parallel_modules()
@@ -153,7 +160,10 @@ class Pipeline:
                 for name, module in self.parallel.items()
                 if Stage(name) in trained
             },
-            loss=CheckedSampleLoss(loss),
+            losses={
+                name: CheckedSampleLoss(loss if not isinstance(loss, Mapping) else loss[name])
+                for name in self.graph.losses
+            },
             seed=seed,
         )
         counts = dict.fromkeys(counted(self.parallel.values(), self.world.rank))
@@ -188,7 +198,7 @@ class Pipeline:
                 f"a step needs samples, and something positive to divide by, got {samples} and {divide_by}"
             )
         self.gradients.clear()
-        total, norm, _ = self.gradients.settle(self._run(load, samples, training=True))
+        (total,), norm, _ = self.gradients.settle([self._run(load, samples, training=True)])
         if self.checked is None:
             check_replica_gradients(self.parallel, self.world)
             self.checked = check_gradients(
@@ -210,7 +220,7 @@ class Pipeline:
         return self.gradients.norm()
 
     def _run(self, load: Load, samples: int, *, training: bool) -> Tensor | float:
-        """The summed loss of this rank; 0 where another rank counts it."""
+        """The summed losses of this rank, without those that another rank counts."""
         plan, schedule = self.plan(samples, training)
         rank = self.world.rank
 
@@ -220,14 +230,15 @@ class Pipeline:
             samples = plan.samples_of(stage.module, microbatch, lane)
             return checked_batch(stage.module, samples, load(stage.module, samples))
 
-        mine = self.runtime.run(schedule, plan, load_batch, step=self.steps, settled=False)
+        sums = self.runtime.run(schedule, plan, load_batch, step=self.steps, settled=False)
         if training:
             for shared, lanes in self._shared:
                 sum_gradients(shared, lanes)
         for module in self.parallel.values():  # where no backward came, nothing else lets go of what was gathered
             for each in sharded_modules(module.module):
                 each.reshard()
-        return mine if is_first(self.graph.sink.mesh, rank, LANE_AXES) else 0.0
+        own = (loss for name, loss in sums.items() if is_first(self.graph[name].mesh, rank, LANE_AXES))
+        return sum(own, torch.zeros((), dtype=torch.float64, device=self.world.device))
 
     def _plan(self, samples: int, training: bool) -> tuple[BatchPlan, Schedule]:
         rows = {name: math.prod(part.output[:-1]) for name, part in self.parts.items()}
@@ -301,7 +312,13 @@ def _samples(rows: Tensor, shape: tuple[int, ...]) -> int:
     return len(rows) // math.prod(shape[:-1])
 
 
-def _graph(parts: Mapping[str, Part], boundaries: Sequence[tuple[str, str]]) -> ModuleGraph:
+def _graph(parts: Mapping[str, Part], boundaries: Sequence[tuple[str, str]], losses: Collection[str]) -> ModuleGraph:
+    """`losses`: the parts that have one, where several do; none: the last has it."""
+    if wrong := sorted(set(losses) - set(parts)):
+        raise GraphError(f"loss of {wrong[0]!r}: there is no such part; parts are {', '.join(parts)}")
+    ends = [name for name in parts if all(name != source for source, _ in boundaries)]
+    if losses and (missing := [name for name in ends if name not in losses]):
+        raise GraphError(f"part {missing[0]!r}: no part reads its output, so it needs a loss")
     valid = ("dp_replicate", "dp_shard", "tp")
     modules = []
     for name, part in parts.items():
@@ -314,5 +331,7 @@ def _graph(parts: Mapping[str, Part], boundaries: Sequence[tuple[str, str]]) -> 
             raise GraphError(f"part {name!r}: give the shape of its output for one sample, Part(..., output=(64,))")
         options = ModuleOptions(parameter_dtype=part.dtype)
         features = part.output[-1] if part.output else 0
-        modules.append(ModuleSpec(name, part.mesh, trainable=part.trainable, features=features, options=options))
+        loss = LossSpec("custom", unit="items") if name in losses else None
+        spec = ModuleSpec(name, part.mesh, trainable=part.trainable, features=features, options=options, loss=loss)
+        modules.append(spec)
     return ModuleGraph(tuple(modules), tuple(BoundarySpec(*ends) for ends in boundaries))

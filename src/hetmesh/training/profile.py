@@ -100,7 +100,7 @@ def profile_recipe(resolved: ResolvedRecipe, *, seconds: float = 45.0, device: s
             for mesh in meshes:
                 calls += _calls(resolved, name, loader, shapes, mesh, torch.device(device))
         _measure_all(calls, seconds)
-    dtype = str(graph.sink.options.row_dtype).removeprefix("torch.")
+    dtype = str(graph.llm.options.row_dtype).removeprefix("torch.")
     fitted, held_out = (_observations([call for call in calls if call.held_out is flag]) for flag in (False, True))
     return fit(fitted, held_out, dtype=dtype, device=device)
 
@@ -170,7 +170,7 @@ def _inputs(
         b.source: torch.randn(sum(meta.rows.get(b.source, 0) for meta in metas), adapter.in_features or 1, dtype=dtype)
         for b in graph.inputs(name)
     }
-    if rows and name != graph.sink.name:
+    if rows and name != graph.llm.name:
         return {}, rows
     source = loader.source
     samples = loader.load(drawn)

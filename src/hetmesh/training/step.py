@@ -1,13 +1,14 @@
 """One step over a global batch: forward and backward of all modules, one verdict on finite values, and gradients
-divided by the number of targets and clipped. The update of parameters is the caller's."""
+divided by what losses count and clipped. The update of parameters is the caller's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from hetmesh.balance import BatchPlan
 from hetmesh.data.drawn import describe_without_targets
 from hetmesh.errors import SampleError
 from hetmesh.training.gradients import GlobalGradients
@@ -25,7 +26,8 @@ class StepResult:
 
     Attributes:
         step: 1 for the first global batch that the job has drawn.
-        loss: per valid target of the global batch.
+        loss: the weighted sum of `losses`.
+        losses: by module, per unit that its loss counts in the global batch; those that have none in it are left out.
         grad_norm: 2-norm of the gradient of that over all modules, before clipping, replicas counted once.
         targets, samples: of the global batch.
         samples_skipped: of these, those that could not be read (`[data] on_bad_sample = "skip"`); they add nothing.
@@ -39,6 +41,7 @@ class StepResult:
     grad_norm: float
     targets: int
     samples: int
+    losses: Mapping[str, float] = field(default_factory=dict)
     samples_skipped: int = 0
     samples_without_target: int = 0
     skipped: str = ""
@@ -48,6 +51,35 @@ class StepResult:
     def finite(self) -> bool:
         """Whether loss and gradient are. Otherwise gradients are left as they came: do not take an optimizer's step."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class LossWeights:
+    """How the summed losses of one batch make one: each is divided by what it counts there, and weighed.
+
+    Gradients are sums until the end of a step, when all are divided by one number, `divisor`: what the LLM's loss
+    counts, or the first that counts anything; 0: nothing does. So with one loss no gradient is multiplied before.
+    """
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self.specs, self.counts = plan.graph.losses, plan.loss_counts
+        of_llm = self.counts.get(plan.graph.llm.name, 0)
+        self.divisor = of_llm or next((count for count in self.counts.values() if count), 0)
+
+    @property
+    def of_sums(self) -> dict[str, float]:
+        """By what the gradients of each sum are multiplied before all are divided by `divisor`."""
+        return {
+            name: spec.weight * (self.divisor / count) if (count := self.counts[name]) else 0.0
+            for name, spec in self.specs.items()
+        }
+
+    def losses(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Per unit, of those that count any."""
+        return {name: total / count for name, total in sums.items() if (count := self.counts[name])}
+
+    def total(self, losses: Mapping[str, float]) -> float:
+        """The weighted sum."""
+        return sum(self.specs[name].weight * loss for name, loss in losses.items())
 
 
 class TrainingStep:
@@ -79,29 +111,40 @@ class TrainingStep:
             SampleError: a sample cannot be read, or no sample of the batch has a target.
             NonFiniteError: as `NonFiniteSteps.skip`. On all ranks.
         """
-        job, step, targets = self.job, planned.number + 1, planned.plan.num_targets
-        if not targets:
+        job, step, weights = self.job, planned.number + 1, LossWeights(planned.plan)
+        if not weights.divisor:
             raise self._nothing_to_learn(planned)
         self.gradients.clear()
-        rank_loss = job.runtime.run(
+        sums = job.runtime.run(
             planned.schedule,
             planned.plan,
             planned.feed,
             step=planned.number,
             transfers=planned.transfers,
+            weights=weights.of_sums,
             settled=False,
         )
         stop = computed()
-        loss_sum = rank_loss if job.counts_loss else 0.0
-        total, norm, stop = self.gradients.settle(loss_sum, stop)
-        counts = targets, len(planned.drawn), len(planned.unreadable), len(planned.without_target)
-        result = StepResult(step, total / targets, norm / targets, *counts, stop_requested=stop)
+        own = {name: loss if job.counts_loss(name) else 0.0 for name, loss in sums.items()}
+        totals, norm, stop = self.gradients.settle(list(own.values()), stop)
+        losses = weights.losses(dict(zip(own, totals, strict=True)))
+        result = StepResult(
+            step,
+            weights.total(losses),
+            norm / weights.divisor,
+            planned.plan.num_targets,
+            len(planned.drawn),
+            losses,
+            len(planned.unreadable),
+            len(planned.without_target),
+            stop_requested=stop,
+        )
         if result.finite:  # equal on all ranks, so all do the same
             job.non_finite.finite()
             job.first_steps.check()
-            self.gradients.normalise(targets, result.grad_norm, max_norm)
+            self.gradients.normalise(weights.divisor, result.grad_norm, max_norm)
             return result
-        where = describe_non_finite(job.root, loss_sum, job.world)
+        where = describe_non_finite(job.root, own, job.world)
         values = f"(loss {result.loss:.4g}, grad norm {result.grad_norm:.4g})"
         return replace(result, skipped=job.non_finite.skip(f"step {step}: {where} are not finite {values}"))
 

@@ -27,7 +27,7 @@ from hetmesh.training.checkpoints import Export, Progress, RunCheckpoints
 from hetmesh.training.environment import choose_kernels
 from hetmesh.training.evaluate import Evaluation
 from hetmesh.training.job import Job
-from hetmesh.training.loss import CustomLoss, check_values
+from hetmesh.training.loss import CustomLosses, check_values, losses_of_recipe
 from hetmesh.training.meter import Meter, device_name
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
 from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
@@ -44,7 +44,7 @@ def train_in(
     payloads: Payloads,
     resolved: ResolvedRecipe | None = None,
     *,
-    loss: CustomLoss | None = None,
+    loss: CustomLosses | None = None,
     on_step: OnStep | None = None,
     export: Export | None = None,
 ) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def train_in(
     Args:
         payloads: where samples are loaded (`environment.open_payloads`).
         resolved: the recipe, if this process has resolved it already.
-        loss: summed over targets; None: cross-entropy.
+        loss: custom ones; None: those of the recipe.
         on_step: called after each step, with its metrics.
         export: what `checkpoint.last_save_in_hf` calls on rank 0 (`hetmesh.export.export.export_last`).
 
@@ -95,7 +95,7 @@ class Trainer:
         folder: RunFolder | None = None,
         payloads: Payloads | None = None,
         *,
-        loss: CustomLoss | None = None,
+        loss: CustomLosses | None = None,
         on_step: OnStep | None = None,
         export: Export | None = None,
     ) -> None:
@@ -118,10 +118,10 @@ class Trainer:
             self.claimed.release()
             raise
 
-    def _build(self, resolved: ResolvedRecipe, payloads: Payloads | None, loss: CustomLoss | None) -> None:
+    def _build(self, resolved: ResolvedRecipe, payloads: Payloads | None, loss: CustomLosses | None) -> None:
         recipe, world = self.recipe, self.world
         if world.accelerator.computes:
-            check_values(resolved.source, loss)
+            check_values(resolved.source, losses_of_recipe(resolved.recipe, resolved.graph, loss), resolved.recipe.llm)
         self.job = Job.assemble(resolved, world, payloads, loss)
         self.job.non_finite.hint = f" Results are in {self.folder}"
         self.optimizers = make_optimizers(recipe, self.job.root)
@@ -292,6 +292,7 @@ class Trainer:
             media_dropped=int(drawn.dropped_media.sum()),
             tokens_dropped=int(drawn.dropped_tokens.sum()),
             over_in_flight=over_in_flight,
+            losses=result.losses if len(self.job.graph.losses) > 1 else {},
             samples_by_source=source.counts(drawn.indices) if isinstance(source, MixtureSource) else {},
         )
 

@@ -12,6 +12,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects
 from hetmesh.errors import SampleError
+from hetmesh.graph.sample import LOSS_UNITS
 from hetmesh.training.feed import Feed
 
 _NAMED = 3  # samples that an error names
@@ -58,6 +59,10 @@ def leave_out_unreadable(feed: Feed, world: World) -> tuple[BatchPlan, dict[int,
         for each in reversed(told):  # the lowest rank has the last word
             reasons |= each
     if reasons:
-        samples = [replace(m, targets=()) if i in reasons else m for i, m in enumerate(feed.plan.samples)]
+        none = {name + LOSS_UNITS: 0 for name, loss in feed.plan.graph.losses.items() if loss.unit != "tokens"}
+        samples = [
+            replace(meta, targets=(), rows={**meta.rows, **none}) if i in reasons else meta
+            for i, meta in enumerate(feed.plan.samples)
+        ]
         feed.plan = replace(feed.plan, samples=tuple(samples))
     return feed.plan, dict(sorted(reasons.items()))

@@ -126,7 +126,7 @@ def _encoders(recipe: Recipe, whole: WholeModel) -> dict[str, HfEncoderAdapter]:
         if media is not None and TOWERS.get(kinds_of(media)[0]) in whole.towers:
             (at,) = recipe.wiring.topology.placeholders(name)
             request = AdapterRequest(
-                name, media=media, consumers=(recipe.sink,), model="hf_encoder", pretrained=whole.pretrained
+                name, media=media, consumers=(recipe.llm,), model="hf_encoder", pretrained=whole.pretrained
             )
             encoders[at] = HfEncoderAdapter.make(request)
     return encoders
@@ -155,7 +155,7 @@ def _compare_rows_of_an_item(
 
 def _chain(graph: ModuleGraph, at: str) -> str:
     """The modules that rows at a placeholder come through."""
-    names = [next(b.source for b in graph.inputs(graph.sink.name) if b.at == at)]
+    names = [next(b.source for b in graph.inputs(graph.llm.name) if b.at == at)]
     while inputs := graph.inputs(names[0]):
         names.insert(0, inputs[0].source)
     return f"module {names[0]!r}" if len(names) == 1 else "modules " + " and ".join(map(repr, names))
@@ -192,11 +192,11 @@ def _by_transformers(
 
 def _by_modules(model: OneProcess, loader: Loader, drawn: DrawnBatch) -> list[tuple[list[str], Values]]:
     """The kinds and values of each sample alone, and last of all in one batch."""
-    computed, graph, sink = [], model.resolved.graph, model.resolved.graph.sink.name
-    llm: Any = model.resolved.adapters[sink]
+    computed, graph, decoder = [], model.resolved.graph, model.resolved.graph.llm.name
+    llm: Any = model.resolved.adapters[decoder]
     inputs_of_head: list[Tensor] = []
     if isinstance(llm, CausalLMAdapter):
-        head = llm.head_of(model.modules[sink])
+        head = llm.head_of(model.modules[decoder])
         head.register_forward_pre_hook(lambda _, args: inputs_of_head.append(args[0]))
     for batch in (*(drawn[i : i + 1] for i in range(len(drawn))), drawn):
         kinds, feed, outputs = [sample.meta.id for sample in batch], model.feed(loader, batch), dict[str, Tensor]()
@@ -207,13 +207,13 @@ def _by_modules(model: OneProcess, loader: Loader, drawn: DrawnBatch) -> list[tu
                 raise SelfCheckError(f"module {name!r} fails for {', '.join(kinds)}: {_in_one_line(error)}") from error
         hidden = inputs_of_head[0].reshape(-1, inputs_of_head[0].shape[-1]) if inputs_of_head else None
         inputs_of_head.clear()
-        media = {b.at: outputs[b.key] for b in graph.inputs(sink) if b.at is not None and not b.output}
-        computed.append((kinds, Values(outputs[sink], hidden, media)))
+        media = {b.at: outputs[b.key] for b in graph.inputs(decoder) if b.at is not None and not b.output}
+        computed.append((kinds, Values(outputs[decoder], hidden, media)))
     return computed
 
 
 def _compare(expected: Mapping[str, Values], computed: list[tuple[list[str], Values]], graph: ModuleGraph) -> float:
-    largest, llm = 0.0, f"module {graph.sink.name!r}"
+    largest, llm = 0.0, f"module {graph.llm.name!r}"
     for kinds, values in computed:
         where = kinds[0] if len(kinds) == 1 else "all kinds of samples in one batch"
         samples = [expected[kind] for kind in kinds]

@@ -38,7 +38,7 @@ def measure(
     probes = []
     for recipe in recipes:
         job = Job.assemble(resolve(recipe), World.current())
-        others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
+        others, lanes = job.loader.batch(1), job.graph.llm.num_lanes
         probes.append(Probe(job, [others[: size * lanes] for size in sizes]))
     for i in range(WARM_UP + rounds):
         for probe in probes[:: -1 if i % 2 else 1]:

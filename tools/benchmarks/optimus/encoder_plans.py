@@ -44,11 +44,11 @@ def encoder_plans(pp: int, tp: int, samples: int, largest: int, layers: int, vir
         layers: of the encoder; stages hold equally many.
         virtual: most stages per rank of a pipeline.
     """
-    sink = ModulePlan((0, pp * tp), (pp, 1, 1, 1, tp))
+    llm = ModulePlan((0, pp * tp), (pp, 1, 1, 1, tp))
     for own_pp in _divisors(layers):
         for own_tp in range(1, tp + 1):
             lanes = pp * tp // (own_pp * own_tp)
-            if not suits(ModulePlan(sink.ranks, (own_pp, lanes, 1, 1, own_tp)), sink):
+            if not suits(ModulePlan(llm.ranks, (own_pp, lanes, 1, 1, own_tp)), llm):
                 continue
             for size in range(1, largest + 1):
                 if samples % (lanes * size):

@@ -69,7 +69,7 @@ class _Planned:
 
     def __init__(self, recipe: Recipe, sizes: Sequence[int]) -> None:
         job = Job.assemble(resolve(recipe), World.current())
-        others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
+        others, lanes = job.loader.batch(1), job.graph.llm.num_lanes
         self.probe, self.least = Probe(job, [others[: size * lanes] for size in sizes]), min(sizes)
         self.step = _Step(job)
         self.found = PlanSteps([], [], self.probe.measured)
@@ -98,7 +98,7 @@ class _Step:
 
     def run(self) -> float:
         """One step; its seconds."""
-        feed = self.job.feed(self.drawn, self.plan)
+        feed = self.job.feed(self.drawn, self.plan, 0)
         if self.optimizers is not None:
             self.optimizers[0].zero_grad()
         dist.barrier()

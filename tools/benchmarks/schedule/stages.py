@@ -73,7 +73,7 @@ def measure(
     pin(rank)
     meter = BusyMeter(blocks(busy), seconds)
     job = Job.assemble(resolve(recipe), World.current())
-    others, lanes = job.loader.batch(1), job.graph.sink.num_lanes
+    others, lanes = job.loader.batch(1), job.graph.llm.num_lanes
     probe = Probe(job, [others[: size * lanes] for size in sizes])
     probe.run_step(recipe.batch.microbatch_size)  # first contacts
     for i in range(rounds):  # short ones: what else a machine does comes and goes within seconds
@@ -129,7 +129,7 @@ class Probe:
         if any(job.graph[stage.module].mesh.axis_size(axis) > 1 for axis in ("cp", "tp", "dp_shard", "ep")):
             dist.barrier()  # what they wait for each other is in their actions
         for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
-            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.sink:
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.llm:
                 outputs = step.outputs[stage, 0]
                 step.gradients[stage, 0] = {name: torch.randn_like(output) for name, output in outputs.items()}
             started = time.perf_counter()

@@ -1,10 +1,11 @@
-"""A transformers causal LM as the sink: tokens, and rows at placeholders -> logits of the target tokens."""
+"""A transformers causal LM as the LLM: tokens, and rows at placeholders -> logits of the target tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -32,13 +33,15 @@ class CausalLMAdapter(AdapterDefaults):
 
     Padding is on the right and attention causal, so no real token ever sees padding and no mask is needed: attention
     runs with `is_causal` and no dense mask. `lm_head` runs only on the positions that predict a target. `sources`:
-    producer module -> the placeholder that its rows replace.
+    producer module -> the placeholder that its rows replace. `hidden`: what modules after it read, by output: the
+    placeholder of the tokens, and the layer whose output it is; None: what the head reads.
     """
 
     config: Any
     model_class: Any
     sources: Mapping[str, str]
     out_features: None = None
+    hidden: Mapping[str, tuple[str, str | None]] = field(default_factory=lambda: MappingProxyType({}))
     checkpoint_names: ClassVar = (
         *prefixes("", "language_model."),
         (("model.", "model.language_model."), ("lm_head.", "lm_head.")),  # multimodal models of transformers 5
@@ -54,8 +57,6 @@ class CausalLMAdapter(AdapterDefaults):
     ) -> CausalLMAdapter:
         """The adapter of a recipe's module. Its config table overrides the `derived` values, or those of the
         directory's config.json with `initial_load_path`; `vocab_size` is the data source's, or a given larger one."""
-        if request.consumers:
-            raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         derived = {"vocab_size": request.vocab_size, **derived}
         config = transformers_config(request, config_class, derived, types=(config_class.model_type,))
         for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size"):
@@ -73,7 +74,7 @@ class CausalLMAdapter(AdapterDefaults):
                 f"{request.key}.config.vocab_size: must be at least the data source's {request.vocab_size}, "
                 f"got {config.vocab_size}"
             )
-        return cls(config, model_class, request.sources)
+        return cls(config, model_class, request.sources, hidden=request.hidden)
 
     @property
     def in_features(self) -> int:
@@ -139,9 +140,12 @@ class CausalLMAdapter(AdapterDefaults):
         return {key: getattr(self.config, key) for key in ("num_attention_heads", KEY_HEADS)}
 
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **how: Any) -> dict[str, Tensor]:
-        return collate_tokens(samples, metas, sources=self.sources, **how)
+        read = {output: at for output, (at, _) in self.hidden.items()}
+        return collate_tokens(samples, metas, sources={**read, **self.sources}, **how)
 
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
         model: Any = module
         ids, position_ids = batch["input_ids"], batch["position_ids"]
         if ids.numel() == 0:  # transformers cannot reshape empty tensors: use one token that predicts nothing
@@ -159,17 +163,24 @@ class CausalLMAdapter(AdapterDefaults):
             extra["attention_state"] = attention
             masks = masks or flat.new_zeros(1, 1, 1, 1)  # four dims count as finished; the packed mask is elsewhere
         embedded = tokens.as_input(flat, ids.shape)
-        hidden = decoder(
-            inputs_embeds=embedded,
-            position_ids=position_ids,
-            attention_mask=tokens.mask(flat) if masks is None else masks,
-            use_cache=False,
-            **extra,
-            **self.added_features(model, embedded, batch, inputs),
-        ).last_hidden_state.flatten(0, 1)
-        if is_absent(self.head_of(model)):
-            return hidden
-        return self.logits(model, tokens.select(hidden, batch, "target_positions"))
+        with outputs_of(module, {layer for _, layer in self.hidden.values() if layer is not None}) as of_layers:
+            hidden = decoder(
+                inputs_embeds=embedded,
+                position_ids=position_ids,
+                attention_mask=tokens.mask(flat) if masks is None else masks,
+                use_cache=False,
+                **extra,
+                **self.added_features(model, embedded, batch, inputs),
+            ).last_hidden_state.flatten(0, 1)
+        last = not is_absent(self.head_of(model))
+        found = of_layers | ({None: hidden} if last else {})
+        read = {
+            output: found[layer].flatten(0, -2).index_select(0, tokens.locate(batch, f"positions.{at}"))
+            for output, (at, layer) in self.hidden.items()
+            if layer in found
+        }
+        rows = self.logits(model, tokens.select(hidden, batch, "target_positions")) if last else hidden
+        return {"": rows, **read} if read else rows
 
     def decoder_of(self, model: Any) -> Any:
         return model.model
@@ -208,6 +219,26 @@ class CausalLMAdapter(AdapterDefaults):
                 f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
                 f"placeholders of width {width} expect them"
             )
+
+
+@contextmanager
+def outputs_of(module: nn.Module, layers: Collection[str]) -> Iterator[dict[str | None, Tensor]]:
+    """While it lasts, the hidden states that those of the layers return that are here, by FQN."""
+    found: dict[str | None, Tensor] = {}
+
+    def keep(layer: str) -> Callable[[nn.Module, Any, Any], None]:
+        def kept(_: nn.Module, __: Any, output: Any) -> None:
+            found[layer] = output if isinstance(output, Tensor) else output[0]
+
+        return kept
+
+    here = {layer: module.get_submodule(layer) for layer in layers}
+    handles = [part.register_forward_hook(keep(layer)) for layer, part in here.items() if not is_absent(part)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 Cache = dict[str, Any]

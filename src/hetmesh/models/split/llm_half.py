@@ -52,8 +52,6 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         of the load-balancing loss, `router_aux_loss_coef`."""
         if request.pretrained is None:
             raise RecipeError(f"{request.key}.initial_load_path is missing: {request.model!r} is made from it")
-        if request.consumers:
-            raise RecipeError(f"{request.key}: an LLM emits logits, not rows, but {list(request.consumers)} consume it")
         whole = whole_model(request.pretrained)
         if not whole.has_llm or not (whole.towers or _is_causal(whole.model.get_decoder())):
             raise RecipeError(
@@ -70,7 +68,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         if whole.positions == "rope_index":
             has_plain_positions(whole)
         balance = balance_of(request, config) if shares else 0.0
-        return cls(config, whole.model_class, request.sources, whole=whole, balance=balance, packed=request.packed)
+        named = request.sources, None, request.hidden
+        return cls(config, whole.model_class, *named, whole=whole, balance=balance, packed=request.packed)
 
     @property
     def abilities(self) -> Abilities:
@@ -251,7 +250,9 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                     f"window of {self.whole.model_class.__name__}'s layers is {self.config.sliding_window}"
                 )
 
-    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
         if PREVIOUS in inputs and self.scale not in (None, 1.0):  # the decoder multiplies in every stage
             inputs = {**inputs, PREVIOUS: inputs[PREVIOUS] / self.scale}
         use_loop_in_fp64(module)

@@ -99,6 +99,11 @@ def _adapter(
         "sizes": dict(getattr(example, "tensor_parallel_sizes", {})),
         "abilities": declared_abilities(example, layers, request),
     }
+    if request.hidden:
+        raise RecipeError(
+            f"{request.key}: {request.model} is a custom LLM, which returns logits alone, and "
+            f"{list(request.consumers)} read hidden states; take a ready-made one, or hf_llm"
+        )
     if not request.consumers:
         width = _size(request, get, "in_features") if request.placeholders else None
         return UserSink(**common, in_features=width, sources=request.sources)
@@ -249,15 +254,15 @@ def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, .
 
 def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: AdapterRequest) -> Abilities:
     """What the module can do beyond being called whole."""
-    kind, sink = type(example).__name__, not request.consumers
+    kind, llm = type(example).__name__, not request.consumers
     packed = getattr(example, "packed_attention", False)
-    if sink and not isinstance(packed, bool):
+    if llm and not isinstance(packed, bool):
         raise _error(request, example, "packed_attention", packed, "must be True or False")
     page = "see hetmesh/models/user/README.md"
     return Abilities(
-        activation=_activation(example, request, padded=sink),
+        activation=_activation(example, request, padded=llm),
         token_sharded=_token_sharded(example, layers, request),
-        use_packed=_nothing_to_prepare if sink and packed else None,
+        use_packed=_nothing_to_prepare if llm and packed else None,
         reasons={
             "activation": f"{kind} declares no `activation`, what passes between its layers; {page}",
             "token_sharded": f"{kind} declares no `token_sharded`, its layers that work on a share of the tokens; "

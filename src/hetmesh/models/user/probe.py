@@ -248,7 +248,7 @@ def _compare_samples(
         torch.manual_seed(0)
         return adapter.forward(module, *call)
 
-    sink = isinstance(adapter, UserSink)
+    llm = isinstance(adapter, UserSink)
     with torch.no_grad():
         with not_probed_if_it_fails("its forward of random inputs"):
             whole, again, other = (run(module, forward, together) for module in (modules[0], *modules))
@@ -265,7 +265,7 @@ def _compare_samples(
             joined = run_pieces(modules[0], forward, apart, whole)
         except Exception as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
-            if sink:  # samples alone have other lengths
+            if llm:  # samples alone have other lengths
                 raise NotProbed(f"its forward of one sample failed: {reason}") from error
             raise RecipeError(f"{where} fails on one sample, in {mode}, and not on several: {reason}") from error
     found = first_difference(whole, joined)
@@ -283,8 +283,8 @@ def _compare_samples(
         what, beside = f"gradient of {name} differs", "another sample"
         cause = "a hook or an autograd function normalise gradients, or take a mean over the batch"
     else:
-        what = "logits of a sample differ" if sink else "rows of an item differ"
-        beside = "a longer sample, or padding," if sink else "another item"
+        what = "logits of a sample differ" if llm else "rows of an item differ"
+        beside = "a longer sample, or padding," if llm else "another item"
         cause = "it take a mean or a maximum over the batch, or attend to padding"
     raise RecipeError(
         f"{where} mixes samples in {mode}: the {what} by {off:.2g} when {beside} is computed with it. Lanes and "

@@ -1,0 +1,177 @@
+"""What modules after the LLM share that make media items: their targets, and flow matching.
+
+Rectified flow (Lipman et al., arXiv 2210.02747; Liu et al., arXiv 2209.03003): time runs from 0, noise, to 1, data. An
+item at time t is x_t = (1 - t) * noise + t * data; the module predicts its velocity, data - noise, and an item is drawn
+by Euler steps from t = 0 to 1. (The schedulers of diffusers count sigma = 1 - t, and velocities against it.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hetmesh.errors import BoundaryError, RecipeError, SampleError
+from hetmesh.graph.sample import SampleMeta
+from hetmesh.models.adapter import Abilities, AdapterDefaults, AdapterRequest, SampleLike
+from hetmesh.models.collate import collate_media
+from hetmesh.models.weights.pretrained import Names, prefixes
+from hetmesh.parallel.stage_views import PREVIOUS
+
+
+@dataclass(frozen=True)
+class Noised:
+    """What a flow-matching module reads of n items, or of a blank one if there is none.
+
+    Attributes:
+        items: how many items there are.
+        noisy, velocity: `[n, latents, width]`, of the adapter's sizes.
+        rows: of the LLM, `[n, queries, in_features]`.
+        time: `[n]`.
+    """
+
+    items: int
+    noisy: Tensor
+    velocity: Tensor
+    rows: Tensor
+    time: Tensor
+
+    def result(self, predicted: Tensor) -> dict[str, Tensor]:
+        """What `Adapter.forward` returns for the velocities that the module predicts, of the shape of `velocity`."""
+        return {key: full[: self.items].flatten(0, 1) for key, full in (("", predicted), ("target", self.velocity))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorAdapter(AdapterDefaults):
+    """Base of the adapters of flow-matching modules whose items have one shape.
+
+    Attributes:
+        queries: rows of the LLM per item.
+        latents, width: rows of targets per item, and their width.
+        encoder: the encoder whose rows are the targets; None: they are made of the items themselves.
+        steps: of sampling.
+    """
+
+    name: str
+    in_features: int
+    media: str
+    media_shape: tuple[int, ...]
+    queries: int
+    latents: int
+    width: int
+    encoder: str | None = None
+    steps: int = 20
+    out_features: ClassVar[None] = None
+    checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
+    checkpoint_unused: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps)
+
+    def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
+        """The predicted velocities of n > 0 items, `[n, latents, width]`. Arguments: as in `Noised`."""
+        raise NotImplementedError
+
+    def to_latents(self, items: Tensor) -> Tensor:
+        """Items `[n, *media_shape]` -> targets `[n, latents, width]`."""
+        raise NotImplementedError
+
+    def to_items(self, latents: Tensor) -> Tensor:
+        """The inverse of `to_latents`."""
+        raise NotImplementedError
+
+    def item_rows(self, shape: tuple[int, ...]) -> int:
+        self._check(shape)
+        return self.queries
+
+    def item_latents(self, shape: tuple[int, ...]) -> int:
+        self._check(shape)
+        return self.latents
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if tuple(shape) != self.media_shape:
+            raise SampleError(
+                f"module {self.name!r} is configured to make {self.media!r} of shape {self.media_shape}, "
+                f"got {tuple(shape)}"
+            )
+
+    def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Tensor]:
+        """`targets`: `[rows of targets, width]`; nothing where an encoder makes them."""
+        if self.encoder is not None:
+            return {}
+        items = collate_media(samples, metas, self.media, self.media_shape)["media"]
+        return {"targets": self.to_latents(items).flatten(0, 1)}
+
+    def noised(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Noised:
+        """What the module reads. Raises BoundaryError unless rows and targets are those of the batch's items."""
+        data = batch["targets"] if self.encoder is None else inputs[self.encoder]
+        (source, rows), *more = ((k, v) for k, v in inputs.items() if k not in (self.encoder, PREVIOUS))
+        noise, time, n = batch["noise"], batch["time"], len(batch["time"])
+        for what, found, size in (
+            (f"rows of {source!r}", rows, (self.queries, self.in_features)),
+            ("targets" if self.encoder is None else f"rows of {self.encoder!r}", data, (self.latents, self.width)),
+        ):
+            if more or found.shape != (n * size[0], size[1]):
+                given = f"as well as {[key for key, _ in more]}" if more else f"of shape {tuple(found.shape)}"
+                raise BoundaryError(f"module {self.name!r} reads {what}, {size} for each of {n} items, got {given}")
+        if n == 0:  # a blank item, whose rows are dropped: the result still depends on every parameter and input
+            rows, data, noise = (
+                torch.cat([given, given.new_zeros(count, given.shape[1])])
+                for given, count in ((rows, self.queries), (data, self.latents), (noise, self.latents))
+            )
+            time = time.new_zeros(1)
+        data, noise = (given.to(noise.dtype).view(-1, self.latents, self.width) for given in (data, noise))
+        at = time[:, None, None]
+        noisy = (1 - at) * noise + at * data
+        return Noised(n, noisy, data - noise, rows.view(-1, self.queries, self.in_features), time)
+
+    def forward(
+        self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> Tensor | Mapping[str, Tensor]:
+        given = self.noised(batch, inputs)
+        return given.result(self.velocity(module, given.noisy, given.rows, given.time))
+
+    def sample(self, module: nn.Module, rows: Tensor, shape: tuple[int, ...], noise: Tensor, steps: int) -> Tensor:
+        """One item, see `Abilities.sample`."""
+        self._check(shape)
+        drawn = noise[None]
+        for step in range(steps):
+            drawn = drawn + self.velocity(module, drawn, rows[None], drawn.new_full((1,), step / steps)) / steps
+        return drawn[0] if self.encoder is not None else self.to_items(drawn)[0]
+
+
+def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | None:
+    """The fields of a `GeneratorAdapter` that follow from its place in the graph; `latents` and `width` only where they
+    come from an encoder. None while a neighbour is not resolved. Raises RecipeError: it is not after the LLM, or items
+    have no fixed shape."""
+    if not request.generates:
+        raise RecipeError(
+            f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a boundary from the LLM, "
+            f"with `at`, and none out of it (into it: {list(request.placeholders)}, out of it: "
+            f"{list(request.consumers)})"
+        )
+    if len(request.encoders) > 1 or len(request.placeholders) - len(request.encoders) != 1:
+        raise RecipeError(
+            f"{request.key}: {model} has one boundary into it that comes from the LLM, and at most one from an encoder "
+            f"whose rows are its targets; got those from {list(request.placeholders)}"
+        )
+    if request.in_features is None or None in request.encoders.values():
+        return None
+    shape = request.media_shape
+    if shape is None:
+        raise RecipeError(
+            f"{request.key}: {model} makes items of one shape, and {request.media!r} of the data has none"
+        )
+    place: dict[str, Any] = {"name": request.name, "in_features": request.in_features, "media": request.media}
+    for name, encoder in request.encoders.items():
+        assert encoder is not None
+        if encoder.in_features is not None:
+            raise RecipeError(
+                f"{request.key}: {model} takes targets from an encoder, and {name!r} is none: it reads rows"
+            )
+        place |= {"encoder": name, "latents": encoder.item_rows(shape), "width": encoder.out_features}
+    return {**place, "media_shape": tuple(shape)}
