@@ -262,7 +262,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a module after the LLM": (
         "[parallelism.vision]",
         '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
-        "boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = \"image\"; "
+        'boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = "image"; '
         "'head' is the LLM, as no module follows it and it has no loss of its own",
     ),
     "at misplaced": (

@@ -215,7 +215,8 @@ class DigitsSource:
 
     @property
     def abilities(self) -> SourceAbilities:
-        return SourceAbilities(decode=self.decode, end_ids=lambda: self.end_ids)
+        judge = self.judge if self.draw else None
+        return SourceAbilities(decode=self.decode, end_ids=lambda: self.end_ids, judge=judge)
 
     def prompt(self, text: str, media: Sequence[tuple[str, Path]]) -> tuple[SampleMeta, Sample]:
         """A question as those of the source: `read`, `sum` (of 2 images), `add 3+4`, or `draw a seven`, behind which an
