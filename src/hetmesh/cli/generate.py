@@ -87,6 +87,7 @@ def _write(model: OneProcess, source: Source, index: int, args: argparse.Namespa
 
 def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.synthetic import MemorySource
+    from hetmesh.inference.drawn import made_of
     from hetmesh.inference.generate import prompt_source
 
     asker = prompt_source(model.resolved.source, model.resolved.recipe)
@@ -97,6 +98,8 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     if args.out is not None:
         yield _write(model, source, 0, args)
         return
+    if made_of(model, sample[0]):
+        raise UsageError(f"the answer to {args.question!r} is an image; say where to write it: --out FILE")
     answer = asker.decode(_tokens(model, source, 0, args))
     if not answer and not args.media and source.placeholders:
         option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
