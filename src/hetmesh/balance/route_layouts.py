@@ -104,7 +104,7 @@ class _End:
         self.plan, self.boundary, self.side, self.microbatch = plan, boundary, side, microbatch
         self.module = plan.graph[boundary.source if side == "source" else boundary.destination]
         self.lanes = plan.lanes[self.module.name][microbatch]
-        stage = -1 if side == "source" else plan.graph.destination_stage(boundary)
+        stage = plan.graph.source_stage(boundary) if side == "source" else plan.graph.destination_stage(boundary)
         self.mesh = self.module.stage_mesh(stage)
         # A module that consumes rows as such has them lane by lane, also where its ranks share its tokens. The hidden
         # states of the LLM are where their tokens are.

@@ -67,10 +67,8 @@ def typical_work(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source
     """Per module what a microbatch of mean samples gives one of its lanes, at least one row. Samples that cannot be
     read, or do not suit the modules, are left out; it is empty where all are."""
     plain, wiring = MeshSpec.make([0], dp_replicate=1), recipe.wiring
-    modules = [
-        ModuleSpec(name, plain, adapters[name].layers(), wiring.media[name], loss=wiring.losses.get(name))
-        for name in recipe.modules
-    ]
+    facts = [(name, adapters[name].layers(), wiring.media[name], wiring.losses.get(name)) for name in recipe.modules]
+    modules = [ModuleSpec(name, plain, layers, media, loss=loss) for name, layers, media, loss in facts]
     graph = ModuleGraph(tuple(modules), wiring.topology.boundaries)
     rows, length = placeholder_rows(graph, adapters), recipe.training.seq_len
     placed = {name: adapter.abilities.placed_rows for name, adapter in adapters.items()}
