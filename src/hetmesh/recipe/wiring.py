@@ -233,7 +233,7 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
                 f'e.g. at = "image_out"; {llm!r}, the LLM, emits nothing else'
             )
         elif llm not in (b.source, b.destination) and b.at is not None and b.destination not in unnamed:
-            if llm in {out.destination for out in topology.outputs(b.destination)}:
+            if any(out.destination == llm and out.at not in (None, b.at) for out in topology.outputs(b.destination)):
                 refusals.add(
                     f"modules.{llm}.loss is missing: {b.destination!r} reads tokens, as rows replace its {b.at!r}, and "
                     f"{llm!r} is a module after it"
