@@ -10,7 +10,7 @@ from torch import Tensor
 from hetmesh.data.source import Source
 from hetmesh.errors import UsageError
 from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
-from hetmesh.training.draws import EVALUATION, Draws
+from hetmesh.models.draws import EVALUATION, Draws
 from hetmesh.training.one_process import OneProcess
 
 NO_IMAGE = "--out: {}; what is written is an image [1 or 3 channels, height, width]"
