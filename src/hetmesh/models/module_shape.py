@@ -14,6 +14,7 @@ from torch import nn
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.tensor_parallel import matches
@@ -55,7 +56,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
         seen |= {names[id(p)] for p in weights.values()}
         on_targets = adapter.out_features is None and layer == HEAD
-        width, causal = _projected_width(part, _OF_QUERIES), adapter.out_features is None
+        width = _projected_width(part, _OF_QUERIES)
+        causal = adapter.out_features is None and not isinstance(adapter, GeneratorAdapter)
         sizes = width, on_targets, _projected_width(part, _OF_KEYS), causal and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
