@@ -5,7 +5,7 @@ import pytest
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
-from hetmesh.testing.parity import ParityError, compare, reference, run
+from hetmesh.testing.parity import compare, reference, run
 from support import tiny_vlms
 
 READER = """
@@ -212,7 +212,8 @@ EXPERTS = changed(
     ('model = "qwen3"', 'model = "qwen3_moe"'),
     (
         "intermediate_size = 20",
-        "intermediate_size = 20\nmoe_intermediate_size = 6\nnum_experts = 4\nnum_experts_per_tok = 2\nnorm_topk_prob = true\nrouter_aux_loss_coef = 0.5",
+        "intermediate_size = 20\nmoe_intermediate_size = 6\nnum_experts = 4\nnum_experts_per_tok = 2\n"
+        "norm_topk_prob = true\nrouter_aux_loss_coef = 0.5",
     ),
 )
 TWO_AND_TWO = {"llm": {"ranks": [0, 1], "tp": 2, "size": 2}, "drawer": {"ranks": [2, 3]}}

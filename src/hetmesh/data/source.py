@@ -117,6 +117,7 @@ class SourceAbilities:
         end_ids: tokens that end an answer.
         notes: what `hetmesh check` says of the form of its samples.
         values: the names of numbers that every sample has for a custom loss.
+        judge: whether a media item, which a module after the LLM has made, is what sample `index` asks for.
     """
 
     metas: Callable[[Sequence[int]], MetaArrays] | None = None
@@ -125,6 +126,7 @@ class SourceAbilities:
     end_ids: Callable[[], Collection[int]] = tuple
     notes: Callable[[], Collection[str]] = tuple
     values: Collection[str] = ()
+    judge: Callable[[int, Tensor], bool] | None = None
 
 
 def abilities_of(source: Source) -> SourceAbilities:
@@ -139,6 +141,7 @@ def abilities_of(source: Source) -> SourceAbilities:
         lambda: getattr(custom, "end_ids", ()),
         lambda: getattr(custom, "notes", ()),
         getattr(custom, "values", ()),
+        getattr(custom, "judge", None),
     )
 
 

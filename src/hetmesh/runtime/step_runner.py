@@ -42,7 +42,7 @@ LOSS, TARGET = "loss", "target"
 `batch["targets"]`."""
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
-"""(microbatch, detached logits of the LLM, its batch): called after each forward of the LLM."""
+"""(microbatch, detached output, batch) of a module with a loss: called after each forward of its last stage."""
 
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
@@ -57,7 +57,7 @@ class StepRunner:
         schedule: Schedule,
         plan: BatchPlan,
         load_batch: LoadBatch,
-        observe: Observe | None,
+        observe: Mapping[str, Observe],
         step: int,
         transfers: StepTransfers | None = None,
         weights: Mapping[str, float] = MappingProxyType({}),
@@ -134,8 +134,8 @@ class StepRunner:
 
     def _with_loss(self, stage: Stage, m: int, batch: Mapping[str, Tensor], outputs: dict[str, Tensor]) -> Outputs:
         """The outputs of a stage that go on, and its loss."""
-        if self.observe is not None and stage == self.schedule.stages.llm:
-            self.observe(m, outputs[""].detach(), batch)
+        if (observe := self.observe.get(stage.module)) is not None:
+            observe(m, outputs[""].detach(), batch)
         if TARGET in outputs:
             batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET)})
         loss = self.runtime.losses[stage.module](outputs[""], batch)

@@ -26,6 +26,7 @@ from hetmesh.data.drawn import DrawnSample
 from hetmesh.errors import HetmeshError
 from hetmesh.graph import LossSpec, ModuleGraph, ModuleSpec, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.named.diffusion import DiffusersAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserSink
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
@@ -341,7 +342,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 def is_split(adapters: Mapping[str, Adapter]) -> bool:
     """Whether modules are parts of a model of any build."""
-    return any(isinstance(adapter, HfLlmAdapter) for adapter in adapters.values())
+    return any(isinstance(adapter, HfLlmAdapter | DiffusersAdapter) for adapter in adapters.values())
 
 
 def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:

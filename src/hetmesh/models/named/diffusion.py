@@ -152,7 +152,7 @@ class DiffusersAdapter(GeneratorAdapter):
     def abilities(self) -> Abilities:
         whole = self.model_class.__name__ not in TIMESTEPS  # of others it is known that they enter each layer once
         saved = saved_as(self.model_class, self.config)
-        return replace(super().abilities, gathered_whole=whole, saved_as=saved, reasons=self.reasons)
+        return self.of_flow(gathered_whole=whole, saved_as=saved, reasons=self.reasons)
 
     def build(self) -> nn.Module:
         return self.model_class.from_config(self.config)
@@ -262,7 +262,7 @@ class VaeAdapter(EncoderAdapter):
 
     def latents(self, module: Any, media: Tensor) -> Tensor:
         """`[n, channels, height, width]`."""
-        found = module.encode(media, return_dict=False)[0]
+        found = module.encode(media.to(next(module.parameters()).dtype), return_dict=False)[0]
         found = found if isinstance(found, Tensor) else found.mode()
         return (found - self._shift) * self._scale
 
