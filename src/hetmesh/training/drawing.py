@@ -19,8 +19,8 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import kinds_of
+from hetmesh.models.draws import EVALUATION
 from hetmesh.models.generator import GeneratorAdapter
-from hetmesh.training.draws import EVALUATION
 from hetmesh.training.evaluate import draw_held_out, evaluating
 from hetmesh.training.job import Job
 from hetmesh.training.unreadable import leave_out_unreadable

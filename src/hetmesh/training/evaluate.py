@@ -24,8 +24,8 @@ from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
 from hetmesh.graph import SampleMeta
+from hetmesh.models.draws import EVALUATION
 from hetmesh.parallel import VocabularyShards
-from hetmesh.training.draws import EVALUATION
 from hetmesh.training.job import Job
 from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
 

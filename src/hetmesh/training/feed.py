@@ -20,9 +20,9 @@ from hetmesh.graph import ModuleSpec, SampleMeta, Stage
 from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.collate import target_values
+from hetmesh.models.draws import FIRST, Draws
 from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
-from hetmesh.training.draws import FIRST, Draws
 
 
 @dataclass
