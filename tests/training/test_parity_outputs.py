@@ -1,12 +1,14 @@
 """Modules after the LLM, and several losses: each loss, the total, gradients and parameters of one plain process."""
 
+from functools import cache
+
 import pytest
 
 from hetmesh.boundary import World
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
-from hetmesh.testing.parity import compare, reference, run
-from support import tiny_vlms
+from hetmesh.testing.parity import ParityError, compare, reference, run
+from support import faults, tiny_vlms
 
 READER = """
 [modules.vision]
@@ -96,10 +98,9 @@ def on_this_rank(rank, recipe, fault=None):
     return run(recipe, World.current(), steps=STEPS, fault=fault)
 
 
-def check(pool, text, *overrides):
-    recipe = parse_recipe(text, overrides)
-    ranks = pool.run(on_this_rank, recipe, timeout=120)
-    return compare(reference(recipe, STEPS), ranks, 1e-10)
+def check(pool, text, fault=None):
+    recipe = parse_recipe(text)
+    return compare(reference(recipe, STEPS), pool.run(on_this_rank, recipe, fault, timeout=120), 1e-10)
 
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "zero_bubble", "three_phase", "bubble_fill")
@@ -337,6 +338,35 @@ OFTEN = (
 )
 def test_modules_after_the_llm_equal_one_process(pool4, case):
     check(pool4, "".join(CASES[case]))
+
+
+FAULTY = DRAWS + layout(llm={"ranks": [0, 1, 2, 3], "tp": 2, "size": 2}, drawer={"ranks": [1, 2]})
+"""A generator of two lanes, each of which has several microbatches."""
+FAULTS = {
+    "loss divided per microbatch": faults.DividePerMicrobatch("drawer"),
+    "gradient of a lane dropped": faults.DropReplica("drawer", 1),
+    "rows one token late": faults.TokenLate("drawing"),
+    "weight applied twice": faults.WeighTwice("drawer"),
+    "noise by place": faults.DrawByPlace(),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_modules_after_the_llm_are_found(pool4, name):
+    ranks = pool4.run(on_this_rank, parse_recipe(FAULTY), FAULTS[name], timeout=120)
+    with pytest.raises(ParityError, match=r"gradient drawer\."):
+        compare(truth_of_faulty(), ranks, 1e-10)
+
+
+@cache
+def truth_of_faulty():
+    return reference(parse_recipe(FAULTY), STEPS)
+
+
+@pytest.mark.slow
+def test_the_recipe_of_faults_is_right_without_them(pool4):
+    compare(truth_of_faulty(), pool4.run(on_this_rank, parse_recipe(FAULTY), timeout=120), 1e-10)
 
 
 def test_batches_without_targets_are_among_the_cases():
