@@ -108,7 +108,7 @@ def idle_in_collectives(recipe: Recipe, graph: ModuleGraph) -> Iterator[str]:
             given, wanted = f"{given} and bubble_fill_in_flight = {cap}", f"{wanted} or a higher cap"
         yield (
             f"{recipe.schedule_place(key)} = True: with {given} there is nothing that encoders could run while "
-            f"{recipe.sink!r} computes; take {wanted}, or leave the key out"
+            f"{recipe.llm!r} computes; take {wanted}, or leave the key out"
         )
 
 
