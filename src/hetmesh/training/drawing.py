@@ -19,6 +19,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import kinds_of
+from hetmesh.models.adapter import Adapter
 from hetmesh.models.draws import EVALUATION
 from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.training.evaluate import draw_held_out, evaluating
@@ -28,8 +29,12 @@ from hetmesh.training.unreadable import leave_out_unreadable
 
 def drawers(job: Job) -> list[str]:
     """The modules that make media items by flow matching, from nothing but the LLM's hidden states."""
-    flow = {name for name, each in job.adapters.items() if isinstance(each, GeneratorAdapter) and each.encoder is None}
+    flow = {name for name, each in job.adapters.items() if _draws_alone(each)}
     return [name for name in job.graph.order if name in flow]
+
+
+def _draws_alone(adapter: Adapter) -> bool:
+    return isinstance(adapter, GeneratorAdapter) and adapter.abilities.draws > 0 and adapter.encoder is None
 
 
 def draw_items(job: Job, source: Source, name: str, limit: int | None = None) -> dict[int, Tensor]:
