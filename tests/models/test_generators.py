@@ -165,7 +165,7 @@ def test_sampling_gives_the_image_that_was_trained_on():
         ({"config": {"queries": 3}}, r"config.hidden_size: must be a positive integer, got None"),
         ({"media_shape": (2, 8, 6)}, r"flow makes square images"),
         ({"media_shape": None}, r"'image_out' of the data has none"),
-        ({"consumers": ("llm",)}, r"needs a boundary from the LLM"),
+        ({"consumers": ("llm",)}, r"boundary from the LLM"),
         ({"placeholders": {"llm": "image_out", "other": None}}, r"at most one from an encoder"),
     ],
 )

@@ -84,22 +84,8 @@ class Feed:
         if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
         if spec.loss is not None and module in self.plan.graph.topology.after_llm:
-            return {**batch, **self._of_loss(spec, metas)}
+            return {**batch, **of_loss(adapter, spec, metas, self.draws)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
-
-    def _of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        """What the loss of a module after the LLM draws, and which rows of its targets it counts, if not all."""
-        adapter, kind = self.adapters[spec.name], spec.media or ""
-        shapes = [[item.extent for item in meta.media if item.name in kinds_of(kind)] for meta in metas]
-        rows = [sum(map(adapter.item_latents, each)) for each in shapes]
-        found: dict[str, Tensor] = {}
-        if features := adapter.abilities.draws:
-            found = self.draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
-            found = {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
-        counted = [meta.rows.get(spec.name + LOSS_UNITS, 1) > 0 for meta in metas]
-        if not all(count or not n for count, n in zip(counted, rows, strict=True)):  # some cannot be read
-            found["counted"] = torch.repeat_interleave(torch.tensor(counted), torch.tensor(rows))
-        return found
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
         lane = self.plan.graph[stage.module].lane_of(self.rank)
@@ -174,3 +160,18 @@ class Feed:
                 setattr(self.loaded, name, getattr(self.loaded, name) + getattr(found, name))
         self.loaded.wait_s += time.perf_counter() - started
         return wrong
+
+
+def of_loss(adapter: Adapter, spec: ModuleSpec, metas: Sequence[SampleMeta], draws: Draws) -> dict[str, Tensor]:
+    """What the loss of a module after the LLM draws, and which rows of its targets it counts, if not all."""
+    kind = spec.media or ""
+    shapes = [[item.extent for item in meta.media if item.name in kinds_of(kind)] for meta in metas]
+    rows = [sum(map(adapter.item_latents, each)) for each in shapes]
+    found: dict[str, Tensor] = {}
+    if features := adapter.abilities.draws:
+        found = draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
+        found = {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
+    counted = [meta.rows.get(spec.name + LOSS_UNITS, 1) > 0 for meta in metas]
+    if not all(count or not n for count, n in zip(counted, rows, strict=True)):  # some cannot be read
+        found["counted"] = torch.repeat_interleave(torch.tensor(counted), torch.tensor(rows))
+    return found

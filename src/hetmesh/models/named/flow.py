@@ -187,7 +187,10 @@ class FlowAdapter(GeneratorAdapter):
     @property
     def abilities(self) -> Abilities:
         config = {**asdict(self.config), "model_type": MODEL_TYPE}
-        return self.of_flow(activation=self.activation, saved_as=SavedAs(config))
+        of_time = "embed.time_1", "embed.time_2", "blocks.*.modulation", "head.modulation"
+        # per block two normalised inputs before their modulation, two results before their gates
+        costs = {"per_item": of_time, "row_copies": 4}
+        return self.of_flow(activation=self.activation, saved_as=SavedAs(config), **costs)
 
     def build(self) -> nn.Module:
         return FlowTransformer(self.config)
