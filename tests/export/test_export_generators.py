@@ -12,7 +12,7 @@ from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.one_process import OneProcess
 from support import tiny_diffusers
-from support.generator_recipes import BRIDGE, FLOW, LLM
+from support.drawer_parts import BRIDGE, FLOW, LLM
 from support.parity_cases import table
 from support.tiny_exports import KEPT, save_now, tensors
 

@@ -5,7 +5,7 @@ import pytest
 from hetmesh.boundary import World
 from hetmesh.testing import parity
 from support import tiny_diffusers
-from support.generator_recipes import BRIDGE, DIFFUSERS, FLOW, HEAD, OWN, case
+from support.drawer_parts import BRIDGE, DIFFUSERS, FLOW, HEAD, OWN, case
 from support.parity_cases import table
 
 CASES = {
