@@ -41,6 +41,7 @@ WAIT_WORDS = {
 """Classes of bubbles, as a table's head says them."""
 SUMMARY_WORDS = {
     "validation_loss": "loss per target token",
+    "validation_losses": "loss",
     "answer_accuracy": "right answers",
     "answer_accuracy_by_kind": "right answers",
     "questions": "questions",
@@ -52,7 +53,10 @@ SUMMARY_WORDS = {
 }
 """Keys of summary.json as a table says them; others are shown as they are."""
 IN_HEAD = ("steps", "ranks", "train_seconds", "loss", "stopped_by_on_step")  # of the page
-IN_EVALUATIONS = ("validation_loss", "answer_accuracy", "answer_accuracy_by_kind", "free_running_accuracy", "questions")
+IN_EVALUATIONS = (
+    *("validation_loss", "validation_losses", "answer_accuracy", "answer_accuracy_by_kind", "free_running_accuracy"),
+    "questions",
+)
 DATA_COUNTS = {
     "samples_skipped": "samples that could not be read",
     "samples_without_target": "samples without a target",
@@ -142,8 +146,10 @@ def _loss_lead(run: RunView, loss: Series, held_out: Series, norm: Series, max_n
 def _evaluations(evaluations: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[Sequence[str]]:
     """The last ones; columns that none of them has are left out."""
     shown = [(line["step"], line["validation"]) for line in evaluations[-MAX_EVALUATIONS:]]
+    losses = dict.fromkeys(name for _, scores in shown for name in scores.get("losses", ()))
     columns: list[tuple[str, tuple[str, ...], str]] = [
         ("loss", ("loss",), ".4g"),
+        *((f"loss: {name}", ("losses", name), ".4g") for name in losses),
         ("right", ("answer_accuracy",), ".1%"),
         *((name, ("answer_accuracy_by_kind", name), ".1%") for name in kinds),
         ("generated freely", ("free_running_accuracy",), ".1%"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.drawn import DrawnBatch
@@ -68,7 +69,28 @@ class Feed:
         self._kinds = self._wanted()
 
     def __call__(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
-        """The stage's own inputs on this rank; see `Adapter.collate` and `hetmesh.models.packing.lane_batch`."""
+        """The stage's own inputs on this rank; see `Adapter.collate` and `hetmesh.models.packing.lane_batch`. Where a
+        loss does not count all rows, `counted` says which, bool `[rows]`."""
+        batch, spec = self._batch(stage, microbatch), self.plan.graph[stage.module]
+        if spec.loss is None or spec.loss.unit == "tokens" or stage.index != spec.num_stages - 1:
+            return batch
+        metas = [self.plan.samples[i] for i in self._indices(stage, microbatch)]
+        rows, counted = self._rows_of_loss(spec, metas), [meta.rows[spec.name + LOSS_UNITS] > 0 for meta in metas]
+        if all(count or not n for count, n in zip(counted, rows, strict=True)):
+            return batch
+        return with_tensors(batch, {**batch, "counted": torch.tensor(counted).repeat_interleave(torch.tensor(rows))})
+
+    def _rows_of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[int]:
+        """Rows that the last stage of a module returns of each sample."""
+        if spec.name not in self.plan.graph.topology.after_llm:
+            return [meta.rows[spec.name] for meta in metas]
+        return [sum(map(self.adapters[spec.name].item_latents, shapes)) for shapes in self._shapes(spec, metas)]
+
+    def _shapes(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[list[tuple[int, ...]]]:
+        kinds = kinds_of(spec.media or "")
+        return [[item.extent for item in meta.media if item.name in kinds] for meta in metas]
+
+    def _batch(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         module, source = stage.module, self.loader.source
         spec = self.plan.graph[module]
         if not self._reads(spec, stage.index):
@@ -84,22 +106,16 @@ class Feed:
         if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
         if spec.loss is not None and module in self.plan.graph.topology.after_llm:
-            return {**batch, **self._of_loss(spec, metas)}
+            return {**batch, **self._drawn(spec, metas)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
 
-    def _of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        """What the loss of a module after the LLM draws, and which rows of its targets it counts, if not all."""
-        adapter, kind = self.adapters[spec.name], spec.media or ""
-        shapes = [[item.extent for item in meta.media if item.name in kinds_of(kind)] for meta in metas]
-        rows = [sum(map(adapter.item_latents, each)) for each in shapes]
-        found: dict[str, Tensor] = {}
-        if features := adapter.abilities.draws:
-            found = self.draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
-            found = {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
-        counted = [meta.rows.get(spec.name + LOSS_UNITS, 1) > 0 for meta in metas]
-        if not all(count or not n for count, n in zip(counted, rows, strict=True)):  # some cannot be read
-            found["counted"] = torch.repeat_interleave(torch.tensor(counted), torch.tensor(rows))
-        return found
+    def _drawn(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
+        """What the loss of a module after the LLM draws."""
+        if not (features := self.adapters[spec.name].abilities.draws):
+            return {}
+        items, rows = list(map(len, self._shapes(spec, metas))), self._rows_of_loss(spec, metas)
+        found = self.draws.of(spec.name, [meta.id for meta in metas], items, rows, features)
+        return {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
         lane = self.plan.graph[stage.module].lane_of(self.rank)
