@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hetmesh
+from hetmesh.cli.check import checked
 from hetmesh.data.source import Sample
 from hetmesh.errors import LossError, NonFiniteError, RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
@@ -206,3 +207,43 @@ def test_a_run_records_every_loss_and_goes_on_where_it_was_killed_also_in_anothe
             assert last[line["step"]]["grad_norm"] == pytest.approx(line["grad_norm"], rel=limit, abs=0)
         for module, loss in evaluated[-1]["validation"]["losses"].items():
             assert other[-1]["validation"]["losses"][module] == pytest.approx(loss, rel=limit, abs=0)
+
+
+REFUSED = {
+    "a loss without a unit": (
+        ('"support.losses:distances", unit = "latents"', '"support.losses:distances"'),
+        r"modules\.pose\.loss\.unit is missing: say what 'support\.losses:distances' is divided by",
+    ),
+    "a sink without a loss": (
+        ('loss = { kind = "flow_matching", weight = 0.5 }\n', ""),
+        r"modules\.drawer\.loss is missing: no module reads what 'drawer' computes.* the LLM, which is 'llm'",
+    ),
+    "a placeholder that no sample has": (('at = "pose"', 'at = "gesture"'), r"boundaries\[2\]\.at = 'gesture': data"),
+    "a target of another shape": (("pose = [2, 3]", "pose = [2, 4]"), r"modules\.pose\.config\.out_features\), but a"),
+    "an image that patches do not cover": (
+        ("drawing = [1, 8, 8]", "drawing = [1, 9, 9]"),
+        r"modules\.drawer\.config\.p",
+    ),
+    "a loss that is nowhere": (
+        ("losses:distances", "losses:nothing"),
+        r"modules\.pose\.loss\.kind = 'support\.losses:n",
+    ),
+    "a layer that there is not": (('at = "pose"', 'at = "pose"\nlayer = "layers.1"'), r"boundaries\[2\]\.layer = 'lay"),
+    "the embedding as a layer": (
+        ('at = "pose"', 'at = "pose"\nlayer = "model.embed_tokens"'),
+        r"boundaries\[2\]\.layer = .* behind model\.layers\.0 to model\.norm can be read",
+    ),
+    "the head as a layer": (('at = "pose"', 'at = "pose"\nlayer = "lm_head"'), r"boundaries\[2\]\.layer = 'lm_head'"),
+    "a generator whose rows nobody keeps": (
+        ("[data]\n", '[[boundaries]]\nfrom = "drawer"\nto = "pose"\n[data]\n'),
+        r"modules\.drawer: flow makes media items of an LLM's hidden states, so it needs .* none out of it",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_input_is_refused_with_its_key(what):
+    (old, new), message = REFUSED[what]
+    assert old in RECIPE
+    with pytest.raises(RecipeError, match=message):
+        checked(parse_recipe(RECIPE.replace(old, new)))

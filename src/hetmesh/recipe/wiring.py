@@ -55,7 +55,7 @@ def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -
             meshes[name] = stage_mesh_alone(meshes[consumers[0]], 0)
     refusals.finish()
     for name in topology.order:
-        if name not in meshes:
+        if name not in meshes and name in topology.after_llm:
             meshes[name] = stage_mesh_alone(meshes[_producer(topology, name)], -1)
     for name in reversed(topology.order):  # of encoders that feed them
         if name not in meshes:
@@ -202,6 +202,13 @@ def _topology(recipe: Recipe, losses: Mapping[str, LossSpec]) -> Topology:
     boundaries = tuple(BoundarySpec(b.source, b.destination, b.at, layer=b.layer) for b in recipe.boundaries)
     try:
         llm = Topology(tuple(recipe.modules), boundaries, others).llm
+        placed = [{b.source, b.destination} for b in boundaries if b.at is not None]
+        between = set.intersection(*placed) if placed else set()
+        if llm and placed and llm not in between and len(between) == 1:  # what all placeholders belong to reads tokens
+            raise RecipeError(
+                f"modules.{llm}.loss is missing: no module reads what {llm!r} computes, so it needs a loss of its own, "
+                f"unless it is the LLM, which is {between.pop()!r} by the placeholders of the boundaries"
+            )
         named = (replace(b, output=_output(b)) if b.source == llm else b for b in boundaries)
         return Topology(tuple(recipe.modules), tuple(named), others)
     except GraphError as error:
