@@ -214,10 +214,6 @@ REFUSED = {
         ('"support.losses:distances", unit = "latents"', '"support.losses:distances"'),
         r"modules\.pose\.loss\.unit is missing: say what 'support\.losses:distances' is divided by",
     ),
-    "a sink without a loss": (
-        ('loss = { kind = "flow_matching", weight = 0.5 }\n', ""),
-        r"modules\.drawer\.loss is missing: no module reads what 'drawer' computes.* the LLM, which is 'llm'",
-    ),
     "a placeholder that no sample has": (('at = "pose"', 'at = "gesture"'), r"boundaries\[2\]\.at = 'gesture': data"),
     "a target of another shape": (("pose = [2, 3]", "pose = [2, 4]"), r"modules\.pose\.config\.out_features\), but a"),
     "an image that patches do not cover": (

@@ -20,6 +20,10 @@ CASES = {
 }
 
 
+FEW = "FluxTransformer2DModel", "SanaTransformer2DModel"
+OTHERS = sorted(tiny_diffusers.TRANSFORMERS.keys() - FEW)
+
+
 def run(rank, recipe):
     return parity.run(recipe, World.current())
 
@@ -37,7 +41,7 @@ def test_layouts_of_ready_made_generators(pool, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drawer", sorted(tiny_diffusers.TRANSFORMERS))
+@pytest.mark.parametrize("drawer", [*FEW, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
 def test_layouts_of_diffusers_transformers_with_a_frozen_autoencoder(pool, drawer, tmp_path):
     pytest.importorskip("diffusers")
     vae = "AutoencoderDC" if "Sana" in drawer else "AutoencoderKL"

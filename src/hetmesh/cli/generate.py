@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token each time (0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the image that answers, as a PNG, say")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the image that is the answer: seven.png"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of an image, and of temperatures above 0 (0)")
 
 

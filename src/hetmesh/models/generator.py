@@ -139,9 +139,9 @@ def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | Non
     have no fixed shape."""
     if not request.generates:
         raise RecipeError(
-            f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a boundary from the LLM, "
-            f"with `at`, and none out of it (into it: {list(request.placeholders)}, out of it: "
-            f"{list(request.consumers)})"
+            f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a [{request.key}.loss], "
+            "a boundary from the LLM, with `at`, and none out of it (into it: "
+            f"{list(request.placeholders)}, out of it: {list(request.consumers)})"
         )
     if len(request.encoders) > 1 or len(request.placeholders) - len(request.encoders) != 1:
         raise RecipeError(

@@ -127,7 +127,10 @@ def make_adapters(
         )
     for b in boundaries:
         if made[b.source].out_features is None and not b.output:
-            refusals.add(f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it")
+            refusals.add(
+                f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it; a module after "
+                f"the LLM has a [modules.{b.destination}.loss]"
+            )
             continue
         emitted, consumed = _emitted(made[b.source]), made[b.destination].in_features
         if emitted != consumed and not encodes(b):

@@ -275,11 +275,13 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
 def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes | None, refusals: Refusals) -> None:
     """Encoders that fill the gaps of the LLM's pipeline must lie there, and one be cut by the key for slices."""
     wiring = recipe.wiring
-    encoders = [name for name in wiring.topology.names if name != recipe.llm and not wiring.topology.inputs(name)]
+    topology = wiring.topology
+    fillers = [n for n in topology.names if n in topology.after_llm or (n != recipe.llm and not topology.inputs(n))]
     ranks = set(wiring.meshes[recipe.llm].ranks)
-    if not any(ranks & set(wiring.meshes[name].ranks) for name in encoders):
+    if not any(ranks & set(wiring.meshes[name].ranks) for name in fillers):
         refusals.add(
-            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.llm!r} "
+            "parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder, nor a module after the LLM, shares "
+            f"ranks with {recipe.llm!r} "
             f"({','.join(map(str, sorted(ranks)))}), whose gaps it would fill; put one there, or take the schedule "
             "1f1b, interleaved or zero_bubble"
         )
@@ -308,6 +310,11 @@ def _in_collectives(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(
             f"{key} = True: {recipe.llm!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
             "could run; leave it out, or give the LLM tensor parallel ranks"
+        )
+    if after := sorted(recipe.wiring.topology.after_llm):
+        refusals.add(
+            f"{key} = True: {listed(after)}: no kernels of modules after the LLM run in its collectives; leave the key "
+            "out, bubble_fill has their slices in the gaps of the pipeline"
         )
     for has in _meeting_beside(recipe, _NOT_BESIDE):
         refusals.add(

@@ -75,20 +75,14 @@ class Feed:
         if spec.loss is None or spec.loss.unit == "tokens" or stage.index != spec.num_stages - 1:
             return batch
         metas = [self.plan.samples[i] for i in self._indices(stage, microbatch)]
-        rows, counted = self._rows_of_loss(spec, metas), [meta.rows[spec.name + LOSS_UNITS] > 0 for meta in metas]
+        counted = [meta.rows[spec.name + LOSS_UNITS] > 0 for meta in metas]
+        if spec.name in self.plan.graph.topology.after_llm:
+            rows = _target_rows(self.adapters[spec.name], _shapes(spec, metas))
+        else:
+            rows = [meta.rows[spec.name] for meta in metas]
         if all(count or not n for count, n in zip(counted, rows, strict=True)):
             return batch
         return with_tensors(batch, {**batch, "counted": torch.tensor(counted).repeat_interleave(torch.tensor(rows))})
-
-    def _rows_of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[int]:
-        """Rows that the last stage of a module returns of each sample."""
-        if spec.name not in self.plan.graph.topology.after_llm:
-            return [meta.rows[spec.name] for meta in metas]
-        return [sum(map(self.adapters[spec.name].item_latents, shapes)) for shapes in self._shapes(spec, metas)]
-
-    def _shapes(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[list[tuple[int, ...]]]:
-        kinds = kinds_of(spec.media or "")
-        return [[item.extent for item in meta.media if item.name in kinds] for meta in metas]
 
     def _batch(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         module, source = stage.module, self.loader.source
@@ -106,16 +100,8 @@ class Feed:
         if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
         if spec.loss is not None and module in self.plan.graph.topology.after_llm:
-            return {**batch, **self._drawn(spec, metas)}
+            return {**batch, **of_loss(adapter, spec, metas, self.draws)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
-
-    def _drawn(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        """What the loss of a module after the LLM draws."""
-        if not (features := self.adapters[spec.name].abilities.draws):
-            return {}
-        items, rows = list(map(len, self._shapes(spec, metas))), self._rows_of_loss(spec, metas)
-        found = self.draws.of(spec.name, [meta.id for meta in metas], items, rows, features)
-        return {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
         lane = self.plan.graph[stage.module].lane_of(self.rank)
@@ -190,3 +176,23 @@ class Feed:
                 setattr(self.loaded, name, getattr(self.loaded, name) + getattr(found, name))
         self.loaded.wait_s += time.perf_counter() - started
         return wrong
+
+
+def of_loss(adapter: Adapter, spec: ModuleSpec, metas: Sequence[SampleMeta], draws: Draws) -> dict[str, Tensor]:
+    """What the loss of a module after the LLM draws."""
+    if not (features := adapter.abilities.draws):
+        return {}
+    shapes = _shapes(spec, metas)
+    rows = _target_rows(adapter, shapes)
+    found = draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
+    return {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
+
+
+def _shapes(spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[list[tuple[int, ...]]]:
+    """Of the items of each sample that a module makes."""
+    kinds = kinds_of(spec.media or "")
+    return [[item.extent for item in meta.media if item.name in kinds] for meta in metas]
+
+
+def _target_rows(adapter: Adapter, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    return [sum(map(adapter.item_latents, each)) for each in shapes]

@@ -160,9 +160,7 @@ class FlowAdapter(GeneratorAdapter):
         if request.encoders:
             given.setdefault("patch_size", 1)
         for key in ("queries", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
-            if key not in given:
-                raise RecipeError(f"{request.key}.config.{key}: missing")
-            positive_int(request, key, given[key])
+            positive_int(request, key, given.get(key))
         for key, size in (("patch_size", shape[1]), ("num_attention_heads", given["hidden_size"])):
             if size % given[key]:
                 raise RecipeError(f"{request.key}.config.{key}: must divide {size}, got {given[key]}")
@@ -189,7 +187,10 @@ class FlowAdapter(GeneratorAdapter):
     @property
     def abilities(self) -> Abilities:
         config = {**asdict(self.config), "model_type": MODEL_TYPE}
-        return self.of_flow(activation=self.activation, saved_as=SavedAs(config))
+        of_time = "embed.time_1", "embed.time_2", "blocks.*.modulation", "head.modulation"
+        # per block two normalised inputs before their modulation, two results before their gates
+        costs = {"per_item": of_time, "row_copies": 4}
+        return self.of_flow(activation=self.activation, saved_as=SavedAs(config), **costs)
 
     def build(self) -> nn.Module:
         return FlowTransformer(self.config)
