@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hetmesh
+from hetmesh.boundary import World
 from hetmesh.cli.check import checked
 from hetmesh.data.source import Sample
 from hetmesh.errors import LossError, NonFiniteError, RecipeError, SampleError
@@ -116,7 +117,7 @@ def steps_of(recipe, world, count=2):
     job = Job.assemble(resolve(recipe), world)
     results = [job.forward_backward() for _ in range(count)]
     job.upcoming.close()
-    return results, {name: p.grad.clone() for name, p in job.root.named_parameters()}
+    return results, {name: p.grad for name, p in job.root.named_parameters()}
 
 
 def test_samples_that_cannot_be_read_add_nothing_to_any_loss(world):
@@ -132,6 +133,22 @@ def test_samples_that_cannot_be_read_add_nothing_to_any_loss(world):
         assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-10)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, truth[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["APART", "TOGETHER"])
+def test_what_cannot_be_read_adds_nothing_in_any_layout(pool4, world, layout):
+    keys = ("--data.source", "test_output_runs:SomeUnreadable", "--data.on_bad_sample", "skip")
+    recipe = parse_recipe(RECIPE + globals()[layout], (*keys, "--training.local_batch_size", "6"))
+    expected, _ = steps_of(parse_recipe(RECIPE, (*keys, "--training.local_batch_size", "6")), world)
+    for found in pool4.run(losses_on_this_rank, recipe):
+        for (losses, norm), result in zip(found, expected, strict=True):
+            assert losses == pytest.approx(dict(result.losses), rel=1e-10)
+            assert norm == pytest.approx(result.grad_norm, rel=1e-10)
+
+
+def losses_on_this_rank(rank, recipe):
+    return [(dict(result.losses), result.grad_norm) for result in steps_of(recipe, World.current())[0]]
 
 
 @pytest.mark.parametrize("name", ["drawer", "pose"])

@@ -80,6 +80,12 @@ def _outputs(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals
         if module.loss is not None and ":" in module.loss.kind:
             with refusals.collect():
                 named_loss(f"modules.{name}.loss.kind", module.loss)
+        shared = name != recipe.llm and name in recipe.wiring.losses and token_axes(recipe, name)
+        if shared and recipe.data.on_bad_sample == "skip":
+            refusals.add(
+                f"modules.{name}.loss: not together with its context parallel ranks and data.on_bad_sample = 'skip', "
+                "as a rank does not know which of its rows are of samples that cannot be read"
+            )
     layers = adapters[recipe.llm].layers()[1:-1] if recipe.llm in adapters else ()
     for i, boundary in enumerate(recipe.boundaries):
         if layers and boundary.layer is not None and boundary.layer not in layers:
