@@ -209,7 +209,7 @@ def test_a_run_records_every_loss_and_goes_on_where_it_was_killed_also_in_anothe
     assert summary["validation_losses"] == evaluated[-1]["validation"]["losses"]
     for name in LOSSES:
         assert f"  {name} " in out
-        assert f"  loss_{name} " in out
+        assert f"  loss/{name} " in out
     for name, layout in (("killed", "apart"), ("moved", "apart")):
         end(name, layout, *saves, status=-signal.SIGKILL, points=(kill,))
     end("killed", "apart", *saves)

@@ -143,14 +143,14 @@ class Reporter:
         **more: float,
     ) -> None:
         """Report an evaluation, which has a line in metrics.jsonl: scores, shares of right answers `by_kind` of
-        question, `losses` by module where there are several, and `more`, which only that line has."""
-        named = {**scores, **{f"loss_{name}": loss for name, loss in (losses or {}).items()}, **(by_kind or {})}
+        question, of several losses each by its module, and `more`, which only that line has."""
+        named = {**scores, **{f"loss/{name}": loss for name, loss in (losses or {}).items()}, **(by_kind or {})}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
         self.print(f"validation at step {step}: {shown}")
         if self.active and not self._file.closed:
             kinds = {"answer_accuracy_by_kind": by_kind} if by_kind else {}
-            of_modules = {"losses": losses} if losses else {}
-            self._write({"step": step, "validation": {**scores, **of_modules, **kinds, **more}})
+            kinds |= {"losses": losses} if losses else {}
+            self._write({"step": step, "validation": {**scores, **kinds, **more}})
             self._loggers.log({f"validation/{k}": v for k, v in named.items()}, step)
 
     def started(self, step: int, **values: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,15 +192,12 @@ class RunValidation:
         if self.drawn:
             scores["drawn_accuracy"] = sum(self.drawn) / len(self.drawn)
         measured = {"samples": len(evaluation.right), "time_s": round(time.perf_counter() - started, 3)}
-        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, self._losses(evaluation), **measured)
+        losses = evaluation.losses if len(self.job.graph.losses) > 1 else {}
+        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, losses, **measured)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
         return evaluation
-
-    def _losses(self, evaluation: Evaluation) -> Mapping[str, float]:
-        """By module, where several have one."""
-        return evaluation.losses if len(self.job.graph.losses) > 1 else {}
 
     def shown(self) -> tuple[str, str]:
         """Some samples with their answers, for people, and how they were answered."""
@@ -215,8 +212,8 @@ class RunValidation:
         found: dict[str, Any] = {}
         if self.last is not None:
             found["validation_loss"] = self.last.loss
-            if losses := self._losses(self.last):
-                found["validation_losses"] = dict(losses)
+            if len(self.job.graph.losses) > 1:
+                found["validation_losses"] = dict(self.last.losses)
         if self.last is not None and self.last.asked.any():
             found |= {
                 "answer_accuracy": self.last.accuracy,
