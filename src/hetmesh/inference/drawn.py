@@ -25,8 +25,8 @@ def generators(model: OneProcess) -> dict[str, str]:
 
 def made_of(model: OneProcess, meta: SampleMeta) -> list[tuple[MediaItem, str]]:
     """The items of a sample that modules after the LLM make, each with the module."""
-    made = generators(model).items()
-    return [(item, name) for item in meta.media for name, kinds in made if item.name in kinds_of(kinds)]
+    made = generators(model) if meta.media else {}
+    return [(item, name) for item in meta.media for name, kinds in made.items() if item.name in kinds_of(kinds)]
 
 
 @torch.no_grad()

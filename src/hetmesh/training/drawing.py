@@ -29,12 +29,11 @@ from hetmesh.training.unreadable import leave_out_unreadable
 
 def drawers(job: Job) -> list[str]:
     """The modules that make media items by flow matching, from nothing but the LLM's hidden states."""
-    flow = {name for name, each in job.adapters.items() if _draws_alone(each)}
-    return [name for name in job.graph.order if name in flow]
+    return [name for name in job.graph.order if _flows_alone(job.adapters[name])]
 
 
-def _draws_alone(adapter: Adapter) -> bool:
-    return isinstance(adapter, GeneratorAdapter) and adapter.abilities.draws > 0 and adapter.encoder is None
+def _flows_alone(adapter: Adapter) -> bool:
+    return isinstance(adapter, GeneratorAdapter) and adapter.encoder is None and adapter.abilities.draws > 0
 
 
 def draw_items(job: Job, source: Source, name: str, limit: int | None = None) -> dict[int, Tensor]:
