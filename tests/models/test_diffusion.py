@@ -143,7 +143,6 @@ def test_images_without_an_autoencoder_are_their_own_latents(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("SD3Transformer2DModel", {"in_features": 5}, r"reads rows of width 8, and gets 5; put a projector"),
         ("SD3Transformer2DModel", {"config": {}}, r"config.queries: must be a positive integer, got None"),
         ("SD3Transformer2DModel", {"config": {"heads": 2}}, r"config.heads: unknown key"),
         (
@@ -170,7 +169,8 @@ def test_what_needs_more_is_refused_by_name(tmp_path):
         with pytest.raises(RecipeError, match=message):
             DiffusersAdapter.make(drawer_request(path))
     (path / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
-    assert DiffusersAdapter.make(drawer_request(path, in_features=None)) is None
+    assert DiffusersAdapter.make(drawer_request(path, in_features=None)).in_features == CONDITION  # for a projector
+    assert DiffusersAdapter.make(drawer_request(path, encoders={"vae": None})) is None
     with pytest.raises(RecipeError, match=r"modules.drawer.initial_load_path: missing; give a directory of diffusers"):
         DiffusersAdapter.make(drawer_request(path, pretrained=None))
     with pytest.raises(RecipeError, match=r"FluxTransformer2DModel is no autoencoder"):

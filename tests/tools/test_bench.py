@@ -12,6 +12,8 @@ import pytest
 
 from hetmesh.cost import StageCost, StepCosts, load_machine
 from hetmesh.graph import Stage
+from hetmesh.layout import plan_transfer
+from hetmesh.testing.bounds import minimal_bytes
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PACKAGES = {"advantage", "balance", "boundary", "bubble", "frozen", "optimus", "schedule", "straggler"}
@@ -106,6 +108,14 @@ def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
         assert forward.has_target == (not none), name
     assert not by_name["Partial TP4 -> disjoint DP4"][1].has_target  # the backward ends on every rank
     assert by_name["disjoint DP4 -> TP4, all replicated"][1].has_target
+
+
+def test_plans_out_of_the_llm_move_the_fewest_bytes(load):
+    for case in load("benchmarks.boundary.out_of_llm").CASES:
+        shape, src, dst = case.layouts()
+        plan = plan_transfer(shape, src, dst)
+        for way, ends in ((plan, (src, dst)), (plan.transpose(), (dst.gradient(), src.gradient()))):
+            assert way.bytes_moved(4) == minimal_bytes(shape, *ends, 4) > 0, case.name
 
 
 def test_a_round_lasts_from_the_start_to_the_last_end(load):

@@ -47,17 +47,19 @@ def drawn_item(model: OneProcess, source: Source, index: int = 0, *, seed: int =
     adapter, rows = adapters[name], dict[str, Tensor]()
     feed = model.feed(loader, batch)
     for before in graph.order:
-        if before not in graph.topology.after_llm:
+        if before in graph.topology.upstream(name):
             model.run(before, feed, rows)
-    sources = {b.source: rows[b.key] for b in graph.inputs(name) if b.source not in graph.topology.after_llm}
-    condition = sources.pop(graph.llm.name)[-adapter.item_rows(item.extent) :]
+    of_llm = {graph.llm.name, *graph.topology.after_llm}
+    encoders = [b.source for b in graph.inputs(name) if b.source not in of_llm]
+    (read,) = (rows[b.key] for b in graph.inputs(name) if b.source in of_llm)
+    condition = read[-adapter.item_rows(item.extent) :]
     abilities = adapter.abilities
     assert abilities.sample is not None
     latents = [adapter.item_latents(each.extent) for each, by in found if by == name]
     drawn = Draws(seed, EVALUATION).of(name, [batch[0].meta.id], [len(latents)], [sum(latents)], abilities.draws)
     noise = drawn["noise"][-latents[-1] :].to(condition)
     made = abilities.sample(model.modules[name], condition, item.shape, noise, abilities.sampling_steps)
-    for encoder in sources:
+    for encoder in encoders:
         if (decode := adapters[encoder].abilities.decode) is None:
             raise UsageError(f"--out: {name!r} makes rows of {encoder!r}, which cannot turn them into {item.name!r}")
         made = decode(model.modules[encoder], made, item.shape)

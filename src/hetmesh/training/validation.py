@@ -192,7 +192,8 @@ class RunValidation:
         if self.drawn:
             scores["drawn_accuracy"] = sum(self.drawn) / len(self.drawn)
         measured = {"samples": len(evaluation.right), "time_s": round(time.perf_counter() - started, 3)}
-        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, **measured)
+        losses = evaluation.losses if len(self.job.graph.losses) > 1 else {}
+        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, losses, **measured)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
@@ -211,6 +212,8 @@ class RunValidation:
         found: dict[str, Any] = {}
         if self.last is not None:
             found["validation_loss"] = self.last.loss
+            if len(self.job.graph.losses) > 1:
+                found["validation_losses"] = dict(self.last.losses)
         if self.last is not None and self.last.asked.any():
             found |= {
                 "answer_accuracy": self.last.accuracy,

@@ -110,14 +110,9 @@ class DiffusersAdapter(GeneratorAdapter):
                 f"{request.key}.config.timestep_scale: which timestep is pure noise for {name}? (known are "
                 f"{TIMESTEPS}), got {timestep!r}"
             )
-        if (place := generator_place(request, "diffusers")) is None:
+        condition = next((config[key] for key in CONDITIONS if config.get(key)), None)
+        if (place := generator_place(request, "diffusers", condition)) is None:
             return None
-        condition = next((config[key] for key in CONDITIONS if config.get(key)), place["in_features"])
-        if condition != place["in_features"]:
-            raise RecipeError(
-                f"{request.key}: {name} reads rows of width {condition}, and gets {place['in_features']}; put a "
-                "projector (model = 'mlp') before it"
-            )
         if len(shape := place["media_shape"]) != 3:
             raise RecipeError(f"{request.key}: {name} makes images (channels, height, width), got {shape}")
         place = {"latents": shape[1] * shape[2], "width": shape[0], **place}
