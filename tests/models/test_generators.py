@@ -162,7 +162,7 @@ def test_sampling_gives_the_image_that_was_trained_on():
         ({"config": {**CONFIG, "queries": 0}}, r"config.queries: must be a positive integer, got 0"),
         ({"config": {**CONFIG, "image_size": 9}}, r"config.image_size: is 8 here, got 9"),
         ({"config": {**CONFIG, "heads": 3}}, r"config.heads: unknown key"),
-        ({"config": {"queries": 3}}, r"config.hidden_size: missing"),
+        ({"config": {"queries": 3}}, r"config.hidden_size: must be a positive integer, got None"),
         ({"media_shape": (2, 8, 6)}, r"flow makes square images"),
         ({"media_shape": None}, r"'image_out' of the data has none"),
         ({"consumers": ("llm",)}, r"boundary from the LLM"),

@@ -15,6 +15,7 @@ from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_balance import balance, bubble_fill
 from support.recipe_draft import MESH, SINK, Draft, Piece, Table, some, sometimes
 from support.recipe_experts import expert_layout, experts
+from support.recipe_generators import generators
 from support.recipe_runs import runs
 
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
@@ -314,6 +315,7 @@ def sample_order(draw: st.DrawFn, draft: Draft) -> None:
 
 
 PIECES: tuple[Piece, ...] = (
+    generators,
     schedule,
     layouts,
     stages,

@@ -134,12 +134,36 @@ def test_convergence_reports_the_largest_differences(load, monkeypatch):
         losses = [2.0, 1.0 + 0.25 * (name == "digits"), 0.5]
         return {"losses": losses, "answer_accuracy": accuracy[name], "steps": 3, "train_seconds": 1.0}
 
-    monkeypatch.setattr(convergence, "_train", train)
+    monkeypatch.setattr(convergence, "train", train)
     result = convergence.run(options(convergence, "--steps", "3"))
     assert result["max_loss_difference"] == 0.25
     assert result["max_accuracy_difference"] == pytest.approx(0.02)
     assert result["runs"].keys() == accuracy.keys()
     assert "digits_overlapping" in convergence.table(result)
+
+
+def test_drawing_reports_the_worst_seed_and_the_largest_difference_of_any_loss(load, monkeypatch, tmp_path):
+    drawing = load("benchmarks.drawing")
+
+    def train(name, folder, steps, *keys):
+        assert (name, steps) == ("digits_draw", None)
+        folder.mkdir(parents=True)
+        other = "--training.steps=100" in keys
+        assert other == ("--parallelism.drawer.tensor_parallel_degree=2" in keys)
+        losses = {"llm": 1.0, "drawer": 2.0 + 0.5 * other}
+        lines = [json.dumps({"loss": 3.0, "losses": losses})] * (100 if other else 150) + ['{"validation": {}}']
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        accuracy = 0.95 - 0.01 * int(keys[0].removeprefix("--debug.seed="))
+        (folder / "summary.json").write_text(json.dumps({"drawn_accuracy": accuracy, "drawn": 40}))
+        return {"answer_accuracy": accuracy + 0.03, "questions": 60, "steps": 150, "seconds": 1.0}
+
+    monkeypatch.setattr(drawing.convergence, "train", train)
+    result = drawing.run(options(drawing, "--seeds", "0", "1", "--folder", str(tmp_path)))
+    assert (result["min_drawn_accuracy"], result["min_answer_accuracy"]) == (0.94, pytest.approx(0.97))
+    assert result["loss_difference"] == {"total": 0, "llm": 0, "drawer": 0.5}
+    assert result["max_loss_difference"] == 0.5
+    assert result["judge_accuracy"] == pytest.approx(0.971, abs=5e-4)
+    assert "seed 1" in drawing.table(result)
 
 
 @pytest.mark.exhaustive

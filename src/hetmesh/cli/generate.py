@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from hetmesh.training.one_process import OneProcess
 
 
+MEDIA = ("--image", "--video", "--audio")
+
+
 class _Media(argparse.Action):
     """Images and recordings in the order in which they are given."""
 
@@ -28,13 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whom to ask, what, and how the answer is drawn."""
     parser.add_argument("run", metavar="RUN|RECIPE", help="a run's dump folder, or a recipe whose modules have weights")
     parser.add_argument("question", nargs="?", help="what to ask; <image> in it stands for the next image")
-    media = ("--image", "--video", "--audio")
-    parser.add_argument(*media, dest="media", action=_Media, metavar="FILE", help="may be repeated")
+    parser.add_argument(*MEDIA, dest="media", action=_Media, metavar="FILE", help="may be repeated")
     parser.add_argument("--sample", type=int, metavar="N", help="ask held-out sample N of the recipe's data instead")
     parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token each time (0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the image that answers, as a PNG, say")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the image that is the answer: seven.png"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of an image, and of temperatures above 0 (0)")
 
 
@@ -102,7 +106,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
         raise UsageError(f"the answer to {args.question!r} is an image; say where to write it: --out FILE")
     answer = asker.decode(_tokens(model, source, 0, args))
     if not answer and not args.media and source.placeholders:
-        option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
+        option = " or ".join(f"--{kind} FILE" for kind in source.placeholders if f"--{kind}" in MEDIA)
         raise UsageError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
     yield answer
 

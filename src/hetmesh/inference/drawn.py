@@ -10,6 +10,7 @@ from torch import Tensor
 from hetmesh.data.source import Source
 from hetmesh.errors import UsageError
 from hetmesh.graph.sample import MediaItem, SampleMeta, kinds_of
+from hetmesh.models.draws import EVALUATION, Draws
 from hetmesh.training.one_process import OneProcess
 
 NO_IMAGE = "--out: {}; what is written is an image [1 or 3 channels, height, width]"
@@ -24,14 +25,15 @@ def generators(model: OneProcess) -> dict[str, str]:
 
 def made_of(model: OneProcess, meta: SampleMeta) -> list[tuple[MediaItem, str]]:
     """The items of a sample that modules after the LLM make, each with the module."""
-    made = generators(model).items()
-    return [(item, name) for item in meta.media for name, kinds in made if item.name in kinds_of(kinds)]
+    made = generators(model) if meta.media else {}
+    return [(item, name) for item in meta.media for name, kinds in made.items() if item.name in kinds_of(kinds)]
 
 
 @torch.no_grad()
 def drawn_item(model: OneProcess, source: Source, index: int = 0, *, seed: int = 0) -> Tensor:
-    """The last item of sample `index` of `source` that a module after the LLM makes, from what comes before it: of the
-    sample's shape. `seed`: of the noise that it is made of. Raises UsageError: there is no such module, or item."""
+    """The last item of sample `index` of `source` that a module after the LLM makes, of its raw shape, from the tokens
+    up to it. `seed`: of the noise that it is made of; that of a run gives what its validation judged. Raises
+    UsageError: there is no such module, or item."""
     adapters, graph = model.resolved.adapters, model.resolved.graph
     if not generators(model):
         raise UsageError(f"--out: no module of {', '.join(graph.order)} makes media of the LLM's hidden states")
@@ -45,19 +47,23 @@ def drawn_item(model: OneProcess, source: Source, index: int = 0, *, seed: int =
     adapter, rows = adapters[name], dict[str, Tensor]()
     feed = model.feed(loader, batch)
     for before in graph.order:
-        if before not in graph.topology.after_llm:
+        if before in graph.topology.upstream(name):
             model.run(before, feed, rows)
-    sources = {b.source: rows[b.key] for b in graph.inputs(name) if b.source not in graph.topology.after_llm}
-    condition = sources.pop(graph.llm.name)[-adapter.item_rows(item.extent) :]
-    abilities, draw = adapter.abilities, torch.Generator().manual_seed(seed)
+    of_llm = {graph.llm.name, *graph.topology.after_llm}
+    encoders = [b.source for b in graph.inputs(name) if b.source not in of_llm]
+    (read,) = (rows[b.key] for b in graph.inputs(name) if b.source in of_llm)
+    condition = read[-adapter.item_rows(item.extent) :]
+    abilities = adapter.abilities
     assert abilities.sample is not None
-    noise = torch.randn(adapter.item_latents(item.extent), abilities.draws, generator=draw).to(condition)
-    drawn = abilities.sample(model.modules[name], condition, item.shape, noise, abilities.sampling_steps)
-    for encoder in sources:
+    latents = [adapter.item_latents(each.extent) for each, by in found if by == name]
+    drawn = Draws(seed, EVALUATION).of(name, [batch[0].meta.id], [len(latents)], [sum(latents)], abilities.draws)
+    noise = drawn["noise"][-latents[-1] :].to(condition)
+    made = abilities.sample(model.modules[name], condition, item.shape, noise, abilities.sampling_steps)
+    for encoder in encoders:
         if (decode := adapters[encoder].abilities.decode) is None:
             raise UsageError(f"--out: {name!r} makes rows of {encoder!r}, which cannot turn them into {item.name!r}")
-        drawn = decode(model.modules[encoder], drawn, item.shape)
-    return drawn
+        made = decode(model.modules[encoder], made, item.shape)
+    return made
 
 
 def write_image(item: Tensor, path: Path) -> None:
@@ -72,4 +78,4 @@ def write_image(item: Tensor, path: Path) -> None:
     try:
         Image.fromarray(pixels).save(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--out {path}: {error or type(error).__name__}") from error
+        raise UsageError(f"--out {path}: {error or type(error).__name__}; .png does, for one") from error

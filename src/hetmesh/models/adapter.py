@@ -250,12 +250,6 @@ class AdapterDefaults:
         return {}  # it reads rows only
 
 
-def makes_media(adapter: Adapter) -> bool:
-    """Whether `adapter` is of a module after the LLM that has targets, and no LLM, which emits no rows either."""
-    own = getattr(type(adapter), "item_latents", AdapterDefaults.item_latents)
-    return adapter.out_features is None and own is not AdapterDefaults.item_latents
-
-
 @dataclass(frozen=True)
 class AdapterRequest:
     """From what a registered model makes its adapter.

@@ -133,10 +133,10 @@ class GeneratorAdapter(AdapterDefaults):
         return drawn[0] if self.encoder is not None else self.to_items(drawn)[0]
 
 
-def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | None:
+def generator_place(request: AdapterRequest, model: str, in_features: int | None = None) -> dict[str, Any] | None:
     """The fields of a `GeneratorAdapter` that follow from its place in the graph; `latents` and `width` only where they
-    come from an encoder. None while a neighbour is not resolved. Raises RecipeError: it is not after the LLM, or items
-    have no fixed shape."""
+    come from an encoder. `in_features`: of the rows that it reads, where it knows them itself. None while a neighbour
+    is not resolved. Raises RecipeError: it is not after the LLM, or items have no fixed shape."""
     if not request.generates:
         raise RecipeError(
             f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a [{request.key}.loss], "
@@ -148,14 +148,15 @@ def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | Non
             f"{request.key}: {model} has one boundary into it that comes from the LLM, and at most one from an encoder "
             f"whose rows are its targets; got those from {list(request.placeholders)}"
         )
-    if request.in_features is None or None in request.encoders.values():
+    in_features = in_features or request.in_features
+    if in_features is None or None in request.encoders.values():
         return None
     shape = request.media_shape
     if shape is None:
         raise RecipeError(
             f"{request.key}: {model} makes items of one shape, and {request.media!r} of the data has none"
         )
-    place: dict[str, Any] = {"name": request.name, "in_features": request.in_features, "media": request.media}
+    place: dict[str, Any] = {"name": request.name, "in_features": in_features, "media": request.media}
     for name, encoder in request.encoders.items():
         assert encoder is not None
         if encoder.in_features is not None:

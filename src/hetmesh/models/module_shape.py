@@ -13,7 +13,8 @@ from torch import nn
 
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
-from hetmesh.models.adapter import Adapter, makes_media
+from hetmesh.models.adapter import Adapter
+from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.tensor_parallel import matches
@@ -41,7 +42,7 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     uses |= {f"{fqn}.weight": 0 for fqn in seldom}
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     key_heads = next((style.heads for style in plan.values() if isinstance(style, KeyHeads)), 0)
-    layers, llm = [], adapter.out_features is None and not makes_media(adapter)
+    layers, llm = [], adapter.out_features is None and not isinstance(adapter, GeneratorAdapter)
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
     names = {id(p): fqn for fqn, p in module.named_parameters()}

@@ -53,8 +53,10 @@ SUMMARY_WORDS = {
 }
 """Keys of summary.json as a table says them; others are shown as they are."""
 IN_HEAD = ("steps", "ranks", "train_seconds", "loss", "stopped_by_on_step")  # of the page
-IN_EVALUATIONS = ("validation_loss", "answer_accuracy", "answer_accuracy_by_kind", "free_running_accuracy", "questions")
-IN_EVALUATIONS += ("drawn_accuracy",)
+IN_EVALUATIONS = (
+    *("validation_loss", "validation_losses", "answer_accuracy", "answer_accuracy_by_kind", "drawn_accuracy"),
+    *("free_running_accuracy", "questions"),
+)
 DATA_COUNTS = {
     "samples_skipped": "samples that could not be read",
     "samples_without_target": "samples without a target",

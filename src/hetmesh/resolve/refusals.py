@@ -26,6 +26,7 @@ from hetmesh.records.reporter import require_wandb
 from hetmesh.resolve.directories import referenced
 from hetmesh.resolve.module_refusals import check_module
 from hetmesh.resolve.modules import Shapes
+from hetmesh.resolve.named_loss import named_loss
 from hetmesh.resolve.optimizer_choice import check_optimizers
 from hetmesh.resolve.splits import reason_not_sliced
 from hetmesh.simulate.stage_contents import blocks
@@ -65,11 +66,33 @@ def check_recipe(
         for name, module in recipe.modules.items():
             if module.media is not None and not set(placeholders).intersection(kinds_of(module.media)):
                 refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
+    _outputs(recipe, adapters or {}, refusals)
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
         check_module(recipe, name, adapter, refusals)
     refusals.finish()
+
+
+def _outputs(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
+    """Losses that have a name, and layers whose output modules after the LLM read."""
+    for name, module in recipe.modules.items():
+        if module.loss is not None and ":" in module.loss.kind:
+            with refusals.collect():
+                named_loss(f"modules.{name}.loss.kind", module.loss)
+        shared = name != recipe.llm and name in recipe.wiring.losses and token_axes(recipe, name)
+        if shared and recipe.data.on_bad_sample == "skip":
+            refusals.add(
+                f"modules.{name}.loss: not together with its context parallel ranks and data.on_bad_sample = 'skip', "
+                "as a rank does not know which of its rows are of samples that cannot be read"
+            )
+    layers = adapters[recipe.llm].layers()[1:-1] if recipe.llm in adapters else ()
+    for i, boundary in enumerate(recipe.boundaries):
+        if layers and boundary.layer is not None and boundary.layer not in layers:
+            refusals.add(
+                f"boundaries[{i}].layer = {boundary.layer!r}: of {recipe.llm!r} hidden states behind {layers[0]} to "
+                f"{layers[-1]} can be read; leave it out for those that its head reads"
+            )
 
 
 def check_run(recipe: Recipe) -> None:

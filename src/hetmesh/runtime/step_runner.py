@@ -137,7 +137,7 @@ class StepRunner:
         if (observe := self.observe.get(stage.module)) is not None:
             observe(m, outputs[""].detach(), batch)
         if TARGET in outputs:
-            batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET).detach()})
+            batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET)})
         loss = self.runtime.losses[stage.module](outputs[""], batch)
         self.loss_sums[stage.module] += loss.detach().double()
         sent = {edge.output for edge in self.schedule.stages.outputs(stage)}

@@ -19,6 +19,7 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import kinds_of
+from hetmesh.models.adapter import Adapter
 from hetmesh.models.draws import EVALUATION
 from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.training.evaluate import draw_held_out, evaluating
@@ -28,8 +29,11 @@ from hetmesh.training.unreadable import leave_out_unreadable
 
 def drawers(job: Job) -> list[str]:
     """The modules that make media items by flow matching, from nothing but the LLM's hidden states."""
-    flow = {name for name, each in job.adapters.items() if isinstance(each, GeneratorAdapter) and each.encoder is None}
-    return [name for name in job.graph.order if name in flow]
+    return [name for name in job.graph.order if _flows_alone(job.adapters[name])]
+
+
+def _flows_alone(adapter: Adapter) -> bool:
+    return isinstance(adapter, GeneratorAdapter) and adapter.encoder is None and adapter.abilities.draws > 0
 
 
 def draw_items(job: Job, source: Source, name: str, limit: int | None = None) -> dict[int, Tensor]:

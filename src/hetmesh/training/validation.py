@@ -212,6 +212,8 @@ class RunValidation:
         found: dict[str, Any] = {}
         if self.last is not None:
             found["validation_loss"] = self.last.loss
+            if len(self.job.graph.losses) > 1:
+                found["validation_losses"] = dict(self.last.losses)
         if self.last is not None and self.last.asked.any():
             found |= {
                 "answer_accuracy": self.last.accuracy,

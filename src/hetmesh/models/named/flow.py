@@ -160,9 +160,7 @@ class FlowAdapter(GeneratorAdapter):
         if request.encoders:
             given.setdefault("patch_size", 1)
         for key in ("queries", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
-            if key not in given:
-                raise RecipeError(f"{request.key}.config.{key}: missing")
-            positive_int(request, key, given[key])
+            positive_int(request, key, given.get(key))
         for key, size in (("patch_size", shape[1]), ("num_attention_heads", given["hidden_size"])):
             if size % given[key]:
                 raise RecipeError(f"{request.key}.config.{key}: must divide {size}, got {given[key]}")

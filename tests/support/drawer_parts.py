@@ -64,6 +64,27 @@ at = "image_out"
 from = "vae"
 to = "drawer"
 """
+BRIDGE = (
+    DIFFUSERS.replace('to = "drawer"\nat', 'to = "bridge"\nat')
+    + """
+[modules.bridge]
+model = "mlp"
+[[boundaries]]
+from = "bridge"
+to = "drawer"
+"""
+)
+"""`DIFFUSERS` with a projector between the LLM and the drawer."""
+OWN = """
+[modules.head]
+model = "support.user_generators:{kind}"
+config = {{ queries = 2 }}
+loss = {{ kind = "{loss}", unit = "frames", weight = 0.3 }}
+[[boundaries]]
+from = "llm"
+to = "head"
+at = "image_out"
+"""
 
 
 def case(*parts: str) -> Recipe:
