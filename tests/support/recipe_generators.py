@@ -16,7 +16,7 @@ def generators(draw: st.DrawFn, draft: Draft) -> None:
     data = draft.tables["data"]
     if not data["source"].endswith(":RandomMedia") or ":" in draft.tables["modules"][SINK]["model"]:
         return
-    if not (draft.generators or sometimes(draw, 2)):
+    if not draft.generators and sometimes(draw):
         return
     options, which = data["options"], draw(st.sampled_from(["flow", "head", "both", "both of one"]))
     if options["text_only"] == 1.0:  # which tells nobody of what shape they are
@@ -47,7 +47,7 @@ def flow(draw: st.DrawFn, draft: Draft, queries: int) -> None:
     """A drawer of images, or of an encoder's rows of them, which may replace the images' placeholders as well."""
     draft.tables["data"]["options"]["kinds"]["drawing"] = IMAGE
     layers = draw(st.integers(1, 3))
-    encoded, read = sometimes(draw), False
+    encoded, read = sometimes(draw, 2), False
     if encoded:
         read = queries != 8 and draw(st.booleans())
         queries = 4 if read else queries
