@@ -30,8 +30,9 @@ def leaders(graph: ModuleGraph) -> Mapping[str, str]:
             only = producers.pop()
             if graph[name].mesh == graph[only].mesh:
                 found |= {follower: found[only] for follower, leader in found.items() if leader == name}
-    first: dict[str, str] = {graph.llm.name: graph.llm.name}  # of a group the encoder leads, unless the LLM is in it
-    for name in graph.order:
+    # of a group the encoder leads, unless the LLM is in it, or a module after that, which has the LLM's microbatches
+    first: dict[str, str] = {graph.llm.name: graph.llm.name}
+    for name in sorted(graph.order, key=lambda name: name not in graph.topology.after_llm):
         first.setdefault(found[name], name)
     return MappingProxyType({name: first[found[name]] for name in graph.order})
 

@@ -103,12 +103,14 @@ class LayoutPlan:
     @property
     def encoder_sizes(self) -> dict[str, int]:
         """Samples per lane and microbatch of encoders that have microbatches of their own: those with more lanes than a
-        microbatch of the LLM has samples, which would leave lanes idle otherwise."""
+        microbatch of the LLM has samples, which would leave lanes idle otherwise. What follows the LLM has its
+        microbatches, and what shares a mesh with that may have to go along."""
         *encoders, llm = self.modules
         samples = self.microbatch_size * self.modules[llm].lanes
         if self.placement == "homogeneous":
             return {}
-        free = [name for name in encoders if name not in self.shares and name not in self.after]
+        behind = [self.modules[name].mesh for name in encoders if name in self.after]
+        free = [name for name in encoders if name not in self.shares and self.modules[name].mesh not in behind]
         return {name: 1 for name in free if self.modules[name].lanes > samples}
 
     def __str__(self) -> str:

@@ -334,7 +334,7 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
                 )
             elif (leader := led_by[name]) != name:
                 instead = f"balance.{key}.{leader}"
-                if key != "max_tokens" and leader == graph.llm.name:
+                if key != "max_tokens" and leader in {graph.llm.name, *graph.topology.after_llm}:
                     instead = "it ranks or degrees of its own, or leave it out"
                 wrong.append(
                     f"balance.{key}.{name}: it lies on the ranks of {leader!r} and takes the same samples; "
