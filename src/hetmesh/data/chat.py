@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,9 +54,11 @@ class Chat:
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
         key: prefix of the recipe keys in errors.
+        generated: kind of media that the assistant makes -> the token that stands for one item of it, which a template
+            gets as text.
 
     Raises:
-        RecipeError: there is no such tokenizer, or a placeholder is not one token.
+        RecipeError: there is no such tokenizer, or a placeholder is not one token, or has another meaning.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Chat:
         placeholders: Mapping[str, str],
         template: str | None = None,
         key: str = "[data.options]",
+        generated: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -86,10 +90,21 @@ class Chat:
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special |= set(tokenizer.all_special_tokens)
         self.texts = dict(placeholders)
-        self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
-        if len(set(self.placeholders.values())) < len(self.placeholders):
-            raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
-        self.reserved = frozenset(self.texts.values())
+        own = f"{key} placeholders", f"{key} generated"
+        self.placeholders = {kind: self._placeholder(kind, text, own[0]) for kind, text in placeholders.items()}
+        self.generated = {kind: self._placeholder(kind, text, own[1]) for kind, text in generated.items()}
+        self._fixed = frozenset({*self.placeholders.values(), *self.generated.values()})
+        if len(self._fixed) < len(self.placeholders) + len(self.generated):
+            given = {**self.texts, **generated}
+            raise RecipeError(f"{own[bool(generated)]} = {given}: each kind of media needs a token of its own")
+        for kind, token in self.generated.items():
+            names = [name for name in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{name}_token_id") == token]
+            if names:
+                raise RecipeError(
+                    f"{own[1]}: {generated[kind]!r} (for {kind!r}) is the tokenizer's {names[0]}_token; take a special "
+                    f"token without another meaning. It has {sorted(self._special)[:16]}"
+                )
+        self.reserved = frozenset({*self.texts.values(), *generated.values()})
         with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
@@ -99,14 +114,14 @@ class Chat:
                 self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder will do.
-        self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
+        self.pad_id = next(i for i in fillers if i is not None and i not in self._fixed)
 
     def _placeholder(self, kind: str, text: str, key: str) -> int:
         token = self.tokenizer.convert_tokens_to_ids(text)
         unknown = token is None or (token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
         if unknown or self.tokenizer(text, add_special_tokens=False)["input_ids"] != [token]:
             raise RecipeError(
-                f"{key} placeholders: {text!r} (for {kind!r}) is not one token of the vocabulary; take a special token "
+                f"{key}: {text!r} (for {kind!r}) is not one token of the vocabulary; take a special token "
                 f"that texts do not use. It has {sorted(self._special)[:16]}"
             )
         return token
@@ -125,10 +140,9 @@ class Chat:
         text, spans = self.text_and_spans(sample_id, messages, further)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoding["input_ids"])
-        fixed = set(self.placeholders.values())
         turns = [
             next((turn for a, b, turn in spans if a < stop and start < b), None)
-            if i > 0 and token not in fixed and start < stop
+            if i > 0 and token not in self._fixed and start < stop
             else None
             for i, (token, (start, stop)) in enumerate(zip(ids, encoding["offset_mapping"], strict=True))
         ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -50,16 +52,21 @@ class MixtureSource:
             self.placeholders |= dict(source.placeholders)
 
     def _check(self) -> None:
-        first, *others = self.names
-        a = self.parts[first]
-        for name in others:
-            b = self.parts[name]
-            pairs = [("vocab_size", a.vocab_size, b.vocab_size), ("pad_id", a.pad_id, b.pad_id)]
+        for first, name in itertools.combinations(self.names, 2):
+            a, b = self.parts[first], self.parts[name]
+            pairs: list[tuple[str, Any, Any]] = [
+                ("vocab_size", a.vocab_size, b.vocab_size),
+                ("pad_id", a.pad_id, b.pad_id),
+            ]
             theirs = b.placeholders
             pairs += [(f"placeholder {k!r}", token, theirs.get(k, token)) for k, token in a.placeholders.items()]
+            shapes = abilities_of(b).media_shapes
+            pairs += [(f"shape of {k!r}", s, shapes.get(k, s)) for k, s in abilities_of(a).media_shapes.items()]
             for what, x, y in pairs:
                 if x != y:
-                    raise RecipeError(f"{KEY} {first!r} and {name!r} must have one vocabulary: {what} is {x} and {y}")
+                    raise RecipeError(
+                        f"{KEY} {first!r} and {name!r} must agree: {what} is {x} and {y}"
+                    )
             values = [sorted(abilities_of(source).values) for source in (a, b)]
             if values[0] != values[1]:
                 raise RecipeError(f"{KEY} {first!r} and {name!r} must have the same values, got {values}")
@@ -105,6 +112,7 @@ class MixtureSource:
             end_ids=lambda: [token for part in parts.values() for token in part.end_ids()],
             notes=lambda: dict.fromkeys(note for part in parts.values() for note in part.notes()),
             values=parts[self.names[0]].values,
+            media_shapes={kind: shape for part in parts.values() for kind, shape in part.media_shapes.items()},
         )
 
     def counts(self, indices: Sequence[int]) -> dict[str, int]:
