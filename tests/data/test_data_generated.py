@@ -288,7 +288,7 @@ def test_a_recording_longer_than_the_shape_is_refused(root):
 @pytest.mark.parametrize(
     ("record", "options", "says"),
     [
-        (talk("a", DRAWN), {"generated": None}, None),
+        (talk("a", DRAWN), {"generated": None}, r"it has 'image', but .* generated says what the assistant makes"),
         (talk("a", [part("tensor", "vector.npy")]), {}, "it has 'tensor', but"),
         (talk([part("tensor", "vector.npy")], "b"), {"generated": ALL}, "it has 'tensor', but"),
         (talk("a", f"write {MADE}"), {}, re.escape(f"its text contains {MADE!r}, which stands for media")),

@@ -18,7 +18,7 @@ from hetmesh.errors import RecipeError, SampleError
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
-from hetmesh.verify.processor_check import check_processor
+from hetmesh.verify.processor_check import by_transformers
 from support import tiny_vlms
 from support.made_media import MADE, VECTOR, add_tokens
 
@@ -43,10 +43,7 @@ at = "image"
 from = "llm"
 to = "drawer"
 at = "image_out"
-[[boundaries]]
-from = "llm"
-to = "mover"
-at = "tensor_out"
+{moves}
 [data.options]
 path = "{data}"
 generated = {{ image_out = {image}, tensor_out = {tensor} }}
@@ -56,6 +53,7 @@ global_batch_size = 8
 local_batch_size = 4
 steps = 2
 """
+MOVES = '[[boundaries]]\nfrom = "llm"\nto = "mover"\nat = "tensor_out"'
 LAYOUT = """
 [parallelism.llm]
 ranks = [0]
@@ -94,30 +92,33 @@ def folder(tmp_path_factory) -> Path:
 def text(folder: Path, more: str = "", image: str = "[3, 8, 8]", tensor: str = "[2, 3]") -> str:
     tables = [f"{{ token = '{token}', shape = {shape} }}" for token, shape in ((MADE, image), (VECTOR, tensor))]
     data = folder / "data.jsonl"
-    return RECIPE.format(model=folder / "model", data=data, image=tables[0], tensor=tables[1]) + more
+    return RECIPE.format(model=folder / "model", data=data, image=tables[0], tensor=tables[1], moves=MOVES) + more
 
 
-@pytest.mark.parametrize("more", ["", "pack_samples = true\n", "seq_len = 60\n"], ids=["padded", "packed", "cut"])
-def test_what_an_assistant_makes_equals_one_process(pool2, folder, more):
+@pytest.mark.parametrize("more", ["", "pack_samples = true\n", "seq_len = 49\n"], ids=["padded", "packed", "cut"])
+def test_what_an_assistant_makes_equals_one_process(pool, folder, more):
     if more and tomllib.loads(more).get("seq_len"):
         resolved = resolve(parse_recipe(text(folder, more)))
         given = [resolved.source.meta(i) for i in range(8)]
         left = resolved.loader().batch(0).metas
         assert 0 < sum(m.num_items("image_out") for m in left) < sum(m.num_items("image_out") for m in given)
-    parity.check(pool2, parse_recipe(text(folder, more + LAYOUT)), 2)
+    parity.check(pool(2), parse_recipe(text(folder, more + LAYOUT)), 2)
 
 
 def test_texts_and_what_is_read_are_those_of_transformers_own_processor(folder):
-    (line,) = check_processor(resolve(parse_recipe(text(folder))))
-    assert line == "data: tokens and tensors of 4 of the first 4 samples equal those of transformers' own processor"
+    source = resolve(parse_recipe(text(folder))).source
+    for index in range(8):
+        made, sample = by_transformers(source, source.preparation, index), source.load(index)
+        assert sample.tokens.tolist() == made["input_ids"][0].tolist()
+        for key, values in sample.units.get("image", {}).items():
+            assert torch.equal(values, made[key])
 
 
 def test_worker_processes_load_what_is_made(folder):
     sources = split_sources(parse_recipe(text(folder)).data)
-    wanted = Wanted("train", tuple(range(8)), ("image_out", "tensor_out"))
+    wanted = [Wanted("train", index, ("image_out", "tensor_out")) for index in range(8)]
     here = Payloads(sources).get(wanted)
-    with InWorkers(sources, 2) as workers:
-        workers.ask(wanted)
+    with InWorkers(split_sources(parse_recipe(text(folder)).data), 1) as workers:
         there = workers.get(wanted)
     assert sum(len(sample.media.get("image_out", ())) for sample in here) > 4
     for a, b in zip(here, there, strict=True):
@@ -133,6 +134,9 @@ def test_a_shape_that_the_generator_cannot_make_is_refused(folder):
 
 
 def test_what_nobody_makes_is_refused(folder):
-    alone = text(folder).replace('at = "tensor_out"', 'at = "image_out"').replace('model = "mlp"', 'model = "flow"')
-    with pytest.raises(RecipeError, match="tensor_out"):
-        resolve(parse_recipe(alone))
+    mover, drawer = text(folder).split("[modules.mover]"), '[[boundaries]]\nfrom = "vision"'
+    alone = mover[0] + mover[1][mover[1].index(drawer) :].replace(MOVES, "")
+    with pytest.raises(
+        SampleError, match=r"no module reads media of kind 'tensor_out'; kinds that are read: .'image', 'i"
+    ):
+        resolve(parse_recipe(alone)).loader().batch(0)

@@ -412,7 +412,8 @@ class ConversationsSource:
             if kind not in self.placeholders:
                 none = f"{KEY} placeholders has no token for that"
                 reason = none if self.preparation is None else self.preparation.why_not(kind)
-                raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}")
+                made = f"; {KEY} generated says what the assistant makes" if role == "assistant" else ""
+                raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}{made}")
             text += self._chat.texts[kind]
             media.append((kind, value))
         return text

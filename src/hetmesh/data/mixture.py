@@ -64,9 +64,7 @@ class MixtureSource:
             pairs += [(f"shape of {k!r}", s, shapes.get(k, s)) for k, s in abilities_of(a).media_shapes.items()]
             for what, x, y in pairs:
                 if x != y:
-                    raise RecipeError(
-                        f"{KEY} {first!r} and {name!r} must agree: {what} is {x} and {y}"
-                    )
+                    raise RecipeError(f"{KEY} {first!r} and {name!r} must agree: {what} is {x} and {y}")
             values = [sorted(abilities_of(source).values) for source in (a, b)]
             if values[0] != values[1]:
                 raise RecipeError(f"{KEY} {first!r} and {name!r} must have the same values, got {values}")

@@ -40,14 +40,13 @@ def whole_logits(
     for kind, unit in sample.units.items():  # of one sample: what the processor made, as it is
         made = {key: value.to(dtype) if value.is_floating_point() else value for key, value in unit.items()}
         arguments |= batchings[kind].as_taken(made)
-    for kind, items in ((k, v) for k, v in sample.media.items() if k in INPUTS):  # others are made, not read
+    for kind, items in sample.media.items():
         arguments[INPUTS[kind]] = torch.stack([item.to(dtype) for item in items])
     by_type = "mm_token_type_ids" in parameters or any("grid_thw" in name for name in arguments)
     if by_type and not whole.around:
         own = processor_at(whole.pretrained.path, str(whole.pretrained)).own if sample.units else None
         types = own and torch.tensor(own.create_mm_token_type_ids([sample.tokens.tolist()]))
-        read = [item for item in meta.media if item.name in INPUTS]
-        arguments["mm_token_type_ids"] = media_tokens(meta, read) if types is None else types
+        arguments["mm_token_type_ids"] = media_tokens(meta) if types is None else types
     if whole.family.mask == "bidirectional_runs" and "token_type_ids" in parameters:
         arguments["token_type_ids"] = media_tokens(meta)
     elif whole.family.mask == "prefix":
