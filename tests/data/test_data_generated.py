@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+import hetmesh
 from hetmesh.data import check_meta, check_sample, make_source
 from hetmesh.data.expand import Expander, expand_tokens
 from hetmesh.data.metadata_index import build_index
@@ -185,8 +187,10 @@ def test_a_mixture_knows_the_shape_of_what_one_source_makes(root):
     assert media_extents(mixture, False) == {"image_out": (3, 8, 8)}
     index = mixture.starts["draws"]
     check_sample(mixture.load(index), mixture.meta(index), mixture.placeholders)
-    other = source(root, "by tokenizer", talk("a", DRAWN), generated={"image_out": {"token": MADE, "shape": [3, 4, 4]}})
-    with pytest.raises(RecipeError, match=r"'draws' and 'other' must agree: shape of 'image_out' is \(3, 8, 8\) and"):
+    other = source(
+        root, "by tokenizer", talk("a", DRAWN), generated={"image_out": {**ONE["image_out"], "token": SOUND}}
+    )
+    with pytest.raises(RecipeError, match="'draws' and 'other' must have one vocabulary: placeholder 'image_out' is"):
         MixtureSource({"reads": reads, "draws": draws, "other": other})
 
 
@@ -209,7 +213,7 @@ def test_a_mixture_knows_the_shape_of_what_one_source_makes(root):
         ({"image_out": {"token": "<no>", "shape": [3, 8, 8]}}, "generated: '<no>' .for 'image_out'. is not one token"),
         (
             {"image_out": {"token": "<|padding|>", "shape": [3, 8, 8]}},
-            r"generated: '<.padding.>' .* the tokenizer's pad",
+            r"generated: '<.padding.>' is the tokenizer's pad_token",
         ),
         ({"image_out": {"token": "<|eos|>", "shape": [3, 8, 8]}}, r"generated: .* is the tokenizer's eos_token"),
         (
@@ -230,6 +234,35 @@ def test_a_token_of_what_is_read_is_refused(root):
         RecipeError, match=r"\[data.options\] generated = .*: each kind of media needs a token of its own"
     ):
         source(root, "by processor", talk("a", "b"), generated=table)
+
+
+def test_a_token_of_rows_is_refused(root, processors):
+    table = {"image_out": {"token": "<|image|>", "shape": [3, 8, 8]}}
+    given = {"path": str(root / "data.jsonl"), "processor": str(processors("gemma3"))}
+    (root / "data.jsonl").write_text(json.dumps(talk("a", "b")))
+    with pytest.raises(RecipeError, match=r"generated.image_out: '<.image.>' stands for media that the model reads"):
+        make_source("conversations", **given, generated=table)
+
+
+def test_the_options_that_the_page_shows(root):
+    page = Path(hetmesh.__file__).parent / "data" / "README.md"
+    (block,) = re.findall(r"^```toml\n(\[data.options.generated\].*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    generated = tomllib.loads(block)["data"]["options"]["generated"]
+    np.save(root / "grasp.npy", np.ones((8, 7), np.float32))
+    said = [part("image", "wide.png"), part("audio", "sound.wav"), part("tensor", "grasp.npy")]
+    made = source(root, "by processor", talk("all", said), generated=generated).load(0).media
+    assert {kind: list(item.shape) for kind, (item,) in made.items()} == {k: t["shape"] for k, t in generated.items()}
+
+
+def test_without_the_option_media_of_the_assistant_are_refused(root):
+    data = source(root, "by tokenizer", talk("a", DRAWN), generated=None)
+    with pytest.raises(
+        SampleError, match=r"sample 't': it has 'image', but .* generated says what the assistant makes"
+    ):
+        data.meta(0)
+    data = source(root, "by processor", talk("a", DRAWN), generated=None)
+    with pytest.raises(SampleError, match=r"sample 't': the chat .* says, which holds media: .* generated"):
+        data.meta(0)
 
 
 def transparent(alpha: int) -> bytes:
@@ -288,7 +321,6 @@ def test_a_recording_longer_than_the_shape_is_refused(root):
 @pytest.mark.parametrize(
     ("record", "options", "says"),
     [
-        (talk("a", DRAWN), {"generated": None}, r"it has 'image', but .* generated says what the assistant makes"),
         (talk("a", [part("tensor", "vector.npy")]), {}, "it has 'tensor', but"),
         (talk([part("tensor", "vector.npy")], "b"), {"generated": ALL}, "it has 'tensor', but"),
         (talk("a", f"write {MADE}"), {}, re.escape(f"its text contains {MADE!r}, which stands for media")),
@@ -296,8 +328,6 @@ def test_a_recording_longer_than_the_shape_is_refused(root):
     ],
 )
 def test_samples_that_cannot_be_are_refused(root, form, record, options, says):
-    if options == {"generated": None} and form == "by processor":
-        pytest.skip("the processor reads it")
     data = source(root, form, record, **options)
     with pytest.raises(SampleError, match=f"sample 't': {says or ''}"):
         data.load(0)

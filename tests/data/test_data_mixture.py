@@ -84,7 +84,7 @@ def test_a_recipe_names_the_parts_of_a_mixture():
 
 
 def test_parts_of_one_vocabulary_only():
-    with pytest.raises(RecipeError, match="'a' and 'b' must agree: vocab_size is 50 and "):
+    with pytest.raises(RecipeError, match="'a' and 'b' must have one vocabulary: vocab_size is 50 and "):
         MixtureSource({"a": synthetic(3), "b": make_source("digits")})
 
 

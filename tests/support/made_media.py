@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-MADE, SOUND, VECTOR = "<|image_out|>", "<|audio_out|>", "<|tensor_out|>"
+MADE, SOUND, VECTOR = "<|image_out|>", "<|audio_out|>", "<|action|>"
 
 
 def add_tokens(folder: Path) -> None:

@@ -21,6 +21,7 @@ from hetmesh.data.chat_template import (
     left_out,
     time_limit,
 )
+from hetmesh.data.generated import Generated
 from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 
@@ -54,8 +55,7 @@ class Chat:
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
         key: prefix of the recipe keys in errors.
-        generated: kind of media that the assistant makes -> the token that stands for one item of it, which a template
-            gets as text.
+        generated: kinds that the assistant makes, whose tokens a template gets as text.
 
     Raises:
         RecipeError: there is no such tokenizer, or a placeholder is not one token, or has another meaning.
@@ -67,7 +67,7 @@ class Chat:
         placeholders: Mapping[str, str],
         template: str | None = None,
         key: str = "[data.options]",
-        generated: Mapping[str, str] = MappingProxyType({}),
+        generated: Mapping[str, Generated] = MappingProxyType({}),
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -90,21 +90,21 @@ class Chat:
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special |= set(tokenizer.all_special_tokens)
         self.texts = dict(placeholders)
-        own = f"{key} placeholders", f"{key} generated"
-        self.placeholders = {kind: self._placeholder(kind, text, own[0]) for kind, text in placeholders.items()}
-        self.generated = {kind: self._placeholder(kind, text, own[1]) for kind, text in generated.items()}
+        made = {kind: item.token for kind, item in generated.items()}
+        read_key, made_key = f"{key} placeholders", f"{key} generated"
+        self.placeholders = {kind: self._placeholder(kind, text, read_key) for kind, text in placeholders.items()}
+        self.generated = {kind: self._placeholder(kind, text, made_key) for kind, text in made.items()}
         self._fixed = frozenset({*self.placeholders.values(), *self.generated.values()})
-        if len(self._fixed) < len(self.placeholders) + len(self.generated):
-            given = {**self.texts, **generated}
-            raise RecipeError(f"{own[bool(generated)]} = {given}: each kind of media needs a token of its own")
-        for kind, token in self.generated.items():
-            names = [name for name in ("pad", "eos", "bos", "unk") if getattr(tokenizer, f"{name}_token_id") == token]
-            if names:
-                raise RecipeError(
-                    f"{own[1]}: {generated[kind]!r} (for {kind!r}) is the tokenizer's {names[0]}_token; take a special "
-                    f"token without another meaning. It has {sorted(self._special)[:16]}"
-                )
-        self.reserved = frozenset({*self.texts.values(), *generated.values()})
+        if len(self._fixed) < len(placeholders) + len(made):
+            where, given = made_key if made else read_key, {**self.texts, **made}
+            raise RecipeError(f"{where} = {given}: each kind of media needs a token of its own")
+        meanings = {getattr(tokenizer, f"{name}_token"): name for name in ("pad", "eos", "bos", "unk")}
+        if taken := [text for text in made.values() if text in meanings]:
+            raise RecipeError(
+                f"{made_key}: {taken[0]!r} is the tokenizer's {meanings[taken[0]]}_token; take a special token "
+                f"without another meaning. It has {sorted(self._special)[:16]}"
+            )
+        self.reserved = frozenset({*self.texts.values(), *made.values()})
         with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
@@ -281,7 +281,9 @@ class Chat:
                 break
         else:
             holds = any(token in turn for token in self.texts.values() for _, turn in turns)
-            move = ", which holds media: move these into the user's turn" if holds else ""
+            move = (
+                ", which holds media: move these into the user's turn, or see [data.options] generated" if holds else ""
+            )
             raise SampleError(f"sample {sample_id!r}: the chat template changes what the assistant says{move}")
         spans, position = [], 0
         for before, turn, after in zip(between, said, between[1:], strict=False):

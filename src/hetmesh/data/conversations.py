@@ -136,8 +136,7 @@ class ConversationsSource:
             self.preparation = Preparation(folder, processor_options or {}, chat_template, KEY, made)
             self._chat = self.preparation.chat
         else:
-            tokens = {kind: item.token for kind, item in made.items()}
-            self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template, KEY, tokens)
+            self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template, KEY, made)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
         read = (self.preparation or self._chat).placeholders
         self.placeholders: Mapping[str, int] = {**read, **self._chat.generated}
@@ -291,7 +290,8 @@ class ConversationsSource:
         conversation, or a file is not there."""
         stored, name, messages, media = self._record(index)
         for kind, blob in media:
-            if self.preparation is not None and kind.removesuffix(OUT) in ("audio", "video"):
+            by_pyav = kind.removesuffix(OUT) in ("audio", "video")
+            if by_pyav and (self.preparation is not None or kind in self._made):
                 pyav(f"{KEY} path: sample {name!r} has a {kind}")
             try:
                 if wants(kinds, kind):
@@ -412,8 +412,8 @@ class ConversationsSource:
             if kind not in self.placeholders:
                 none = f"{KEY} placeholders has no token for that"
                 reason = none if self.preparation is None else self.preparation.why_not(kind)
-                made = f"; {KEY} generated says what the assistant makes" if role == "assistant" else ""
-                raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}{made}")
+                reason += f"; {KEY} generated says what the assistant makes" if role == "assistant" else ""
+                raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}")
             text += self._chat.texts[kind]
             media.append((kind, value))
         return text

@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -54,17 +53,12 @@ class MixtureSource:
     def _check(self) -> None:
         for first, name in itertools.combinations(self.names, 2):
             a, b = self.parts[first], self.parts[name]
-            pairs: list[tuple[str, Any, Any]] = [
-                ("vocab_size", a.vocab_size, b.vocab_size),
-                ("pad_id", a.pad_id, b.pad_id),
-            ]
+            pairs = [("vocab_size", a.vocab_size, b.vocab_size), ("pad_id", a.pad_id, b.pad_id)]
             theirs = b.placeholders
             pairs += [(f"placeholder {k!r}", token, theirs.get(k, token)) for k, token in a.placeholders.items()]
-            shapes = abilities_of(b).media_shapes
-            pairs += [(f"shape of {k!r}", s, shapes.get(k, s)) for k, s in abilities_of(a).media_shapes.items()]
             for what, x, y in pairs:
                 if x != y:
-                    raise RecipeError(f"{KEY} {first!r} and {name!r} must agree: {what} is {x} and {y}")
+                    raise RecipeError(f"{KEY} {first!r} and {name!r} must have one vocabulary: {what} is {x} and {y}")
             values = [sorted(abilities_of(source).values) for source in (a, b)]
             if values[0] != values[1]:
                 raise RecipeError(f"{KEY} {first!r} and {name!r} must have the same values, got {values}")

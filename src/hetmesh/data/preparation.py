@@ -105,11 +105,11 @@ class Preparation:
                 f"{key} processor = '{folder}': there is no chat template in it; write the whole form of a "
                 f"conversation as {key} chat_template, with {list(texts.values())} for media"
             )
-        self._generated, tokens = generated, {kind: item.token for kind, item in generated.items()}
-        self.chat = Chat(folder, texts, template or default, key, tokens)
+        self._generated = generated
+        self.chat = Chat(folder, texts, template or default, key, generated)
         if "video" in texts and not self.chat.takes_parts:  # it may know images alone
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
-            if fewer and (chat := Chat(folder, fewer, template or default, key, tokens)).takes_parts:
+            if fewer and (chat := Chat(folder, fewer, template or default, key, generated)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
         self.placeholders, self._refused = dict[str, int](), dict[str, str]()
         for kind in kinds:  # one that it cannot make hinders no others
@@ -122,7 +122,9 @@ class Preparation:
                 self._refused[kind] = str(error)
         for kind, token in self.chat.generated.items():
             if token in self.placeholders.values():
-                raise RecipeError(f"{key} generated.{kind}: {tokens[kind]!r} stands for media that the model reads")
+                raise RecipeError(
+                    f"{key} generated.{kind}: {generated[kind].token!r} stands for media that the model reads"
+                )
 
     def why_not(self, kind: str) -> str:
         """Why there is no placeholder for media of that kind."""
