@@ -17,7 +17,7 @@ def balance(draw: st.DrawFn, draft: Draft) -> None:
     policy = draw(st.sampled_from(sorted(BALANCERS)))
     table = draft.table("balance")
     table["policy"] = policy
-    if policy in DEFERRING and not draft.after_llm and sometimes(draw, 2):
+    if policy in DEFERRING and sometimes(draw, 2):
         table["deferral"] = True
         if sometimes(draw, 2):
             table["split_deferred_backward"] = True

@@ -122,7 +122,7 @@ class Summary(Reporter):
     def __init__(self):
         self.scores = {}
 
-    def evaluation(self, step, scores, by_kind=None, **more):
+    def evaluation(self, step, scores, *_, **__):
         self.scores = dict(scores)
 
 

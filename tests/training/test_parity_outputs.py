@@ -313,6 +313,20 @@ CASES |= {
             drawer={"ranks": [0, 1]},
         ),
     ),
+    **{
+        f"deferred{how}": (
+            changed(EDITS, ("drawing = [1, 8, 8] }", "drawing = [1, 8, 8], pose = [2, 3] }")) + POSE,
+            f'[balance]\npolicy = "entrain"\ndeferral = true\nsplit_deferred_backward = {str(bool(how)).lower()}\n',
+            layout(
+                vision={"ranks": [2, 3]},
+                llm={"ranks": [0, 1], "size": 1},
+                drawer={"ranks": [2, 1]},
+                pose={"ranks": [3]},
+                autoencoder={"ranks": [3, 0]},
+            ),
+        )
+        for how in ("", ", backward split")
+    },
     "experts": (
         EXPERTS,
         layout(llm={"ranks": [0, 1], "fsdp": 2, "expert_parallel_degree": 2, "size": 2}, drawer={"ranks": [2, 3]}),

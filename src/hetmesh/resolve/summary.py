@@ -101,12 +101,16 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
             yield f"media = {toml(module.media)}"
         if name == recipe.llm:
             yield f"attention_mask = {toml(module.attention_mask)}"
+        if (loss := recipe.wiring.losses.get(name)) is not None:
+            yield f"loss = {toml({'kind': loss.kind, 'weight': loss.weight, 'unit': loss.unit})}"
     for boundary in recipe.boundaries:
         yield "[[boundaries]]"
         yield f"from = {toml(boundary.source)}"
         yield f"to = {toml(boundary.destination)}"
         if boundary.at is not None:
             yield f"at = {toml(boundary.at)}"
+        if boundary.layer is not None:
+            yield f"layer = {toml(boundary.layer)}"
     yield "[data]"
     yield f"source = {toml(recipe.data.source)}"
     if recipe.data.options:

@@ -18,7 +18,6 @@ from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.graph import Stage
-from hetmesh.graph.sample import kinds_of
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.draws import EVALUATION
 from hetmesh.models.generator import GeneratorAdapter
@@ -62,7 +61,7 @@ def _draw(job: Job, name: str, loader: Loader, drawn: DrawnBatch) -> Iterator[tu
     if loader.skip:
         plan, unreadable = leave_out_unreadable(feed, world)
     lane = job.graph[name].lane_of(world.rank)
-    items = [sum(item.name in kinds_of(job.graph[name].media or "") for item in each.meta.media) for each in drawn]
+    items = [each.meta.num_items(job.graph[name].media or "") for each in drawn]
     rows = [count * adapter.latents for count in items]
     ends = list(accumulate(rows, initial=0))
     state = feed.draws.of(name, [each.meta.id for each in drawn], items, rows, adapter.width)["noise"]
