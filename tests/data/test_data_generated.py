@@ -149,6 +149,36 @@ def test_all_forms_of_records_name_what_is_made(root):
     assert all(torch.equal(item, items[0]) for item in items)
 
 
+@pytest.mark.parametrize("family", ["llava", "gemma3", "idefics3", "paligemma"])
+def test_processors_take_what_is_made_as_text(root, processors, tmp_path, family):
+    """PaliGemma's takes the answer apart from the question."""
+    folder = shutil.copytree(processors(family), tmp_path / family)
+    add_tokens(folder)
+    asked = [part("image", "wide.png"), part("text", "another one")]
+    (root / "data.jsonl").write_text(json.dumps(talk(asked, DRAWN)))
+    data = make_source("conversations", path=str(root / "data.jsonl"), processor=str(folder), generated=ONE)
+    meta, sample = data.meta(0), data.load(0)
+    assert [item.name for item in meta.media] == ["image", "image_out"]
+    assert int(sample.tokens[meta.media[1].position]) == data.placeholders["image_out"]
+    assert targets_of(data)[0].strip() == "Here:"
+    assert " and done." in targets_of(data)[1]
+    assert sample.media["image_out"][0].shape == (3, 8, 8)
+
+
+def test_a_column_of_a_table_has_what_is_read_and_what_is_made(root):
+    import datasets
+
+    files = [{"bytes": (root / name).read_bytes(), "path": None} for name in ("wide.png", "square.png")]
+    record = talk([{"type": "image"}, part("text", "again")], [{"type": "image"}])
+    datasets.Dataset.from_list([{"images": files, "messages": json.dumps(record["messages"])}]).to_parquet(
+        root / "data.parquet"
+    )
+    named = talk([part("image", "wide.png"), part("text", "again")], [part("image", "square.png")])
+    rows, lines = again(root, "by processor", "data.parquet").load(0), source(root, "by processor", named).load(0)
+    assert torch.equal(rows.media["image_out"][0], lines.media["image_out"][0])
+    assert torch.equal(rows.units["image"]["pixel_values"], lines.units["image"]["pixel_values"])
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_an_index_a_cut_and_more_tokens_agree_with_the_payload(root, form):
     asked = [part("image", "wide.png"), part("text", "another")] if form == "by processor" else "another"

@@ -95,7 +95,11 @@ def text(folder: Path, more: str = "", image: str = "[3, 8, 8]", tensor: str = "
     return RECIPE.format(model=folder / "model", data=data, image=tables[0], tensor=tables[1], moves=MOVES) + more
 
 
-@pytest.mark.parametrize("more", ["", "pack_samples = true\n", "seq_len = 49\n"], ids=["padded", "packed", "cut"])
+@pytest.mark.parametrize(
+    "more",
+    [pytest.param("", marks=pytest.mark.exhaustive), "pack_samples = true\n", "seq_len = 49\n"],
+    ids=["padded", "packed", "cut"],
+)
 def test_what_an_assistant_makes_equals_one_process(pool, folder, more):
     if more and tomllib.loads(more).get("seq_len"):
         resolved = resolve(parse_recipe(text(folder, more)))
