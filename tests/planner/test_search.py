@@ -81,11 +81,14 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
 def test_modules_after_the_llm_are_placed_as_encoders_are_and_behind_its_last_stage():
     given = problem(4, 16, "digits_draw")
     assert given.own == ("vision", "drawer", "llm")
+    assert given.with_llm == {"drawer"}
     llm = ModulePlan((0, 4), (2, 2, 1, 1, 1))
     behind = [each["drawer"].ranks for each in homogeneous(given, llm) if each["drawer"].degree("pp") == 1]
     assert set(behind) == {(2, 4)}
     modules = {"vision": ModulePlan((0, 1), (1, 1, 1, 1, 1)), "drawer": ModulePlan((1, 2), (1, 1, 1, 1, 1))}
-    plan = LayoutPlan("disjoint", {**modules, "llm": ModulePlan((2, 4), (1, 2, 1, 1, 1))}, "1f1b", 2, after=given.after)
+    plan = LayoutPlan(
+        "disjoint", {**modules, "llm": ModulePlan((2, 4), (1, 2, 1, 1, 1))}, "1f1b", 2, with_llm=given.with_llm
+    )
     assert Predictor(given).predict(plan).step_s > 0
     text = (RECIPES / "digits_draw.toml").read_text()
     meshes = parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).wiring.meshes

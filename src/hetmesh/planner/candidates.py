@@ -272,7 +272,7 @@ def with_schedules(
         llm = modules[problem.graph.llm.name]
         for size in microbatch_sizes(problem, llm.lanes, llm.degree("pp")):
             for schedule, chosen in schedules(problem, placement, modules):
-                plan = LayoutPlan(placement, chosen, schedule, size, after=problem.after)
+                plan = LayoutPlan(placement, chosen, schedule, size, with_llm=problem.with_llm)
                 if can_run(plan):
                     yield plan
 

@@ -89,7 +89,7 @@ class LayoutPlan:
         microbatch_size: samples per microbatch and lane of the LLM.
         options: of the schedule, as far as recipes have keys for them.
         shares: of encoders whose lanes take whole microbatches, how many each on the ranks of a lane of the LLM takes.
-        after: the modules after the LLM, which have its microbatches.
+        with_llm: the modules that have the microbatches of the LLM: those after it, and encoders that feed these alone.
     """
 
     placement: str
@@ -98,19 +98,17 @@ class LayoutPlan:
     microbatch_size: int = 1
     options: PolicyOptions = DEFAULT
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    after: frozenset[str] = frozenset()
+    with_llm: frozenset[str] = frozenset()
 
     @property
     def encoder_sizes(self) -> dict[str, int]:
         """Samples per lane and microbatch of encoders that have microbatches of their own: those with more lanes than a
-        microbatch of the LLM has samples, which would leave lanes idle otherwise. What follows the LLM has its
-        microbatches, and what shares a mesh with that may have to go along."""
+        microbatch of the LLM has samples, which would leave lanes idle otherwise."""
         *encoders, llm = self.modules
         samples = self.microbatch_size * self.modules[llm].lanes
         if self.placement == "homogeneous":
             return {}
-        behind = [self.modules[name].mesh for name in encoders if name in self.after]
-        free = [name for name in encoders if name not in self.shares and self.modules[name].mesh not in behind]
+        free = [name for name in encoders if name not in self.shares and name not in self.with_llm]
         return {name: 1 for name in free if self.modules[name].lanes > samples}
 
     def __str__(self) -> str:

@@ -135,7 +135,13 @@ class Problem:
         own, llm = [name for name in self.graph.order if self.facts[name].alone], self.graph.llm.name
         return (*(name for name in own if name != llm), llm)
 
-    @cached_property
+    @property
     def after(self) -> frozenset[str]:
         """The modules after the LLM."""
         return self.graph.topology.after_llm
+
+    @cached_property
+    def with_llm(self) -> frozenset[str]:
+        """See `LayoutPlan`."""
+        feeding = {name: {b.destination for b in self.graph.outputs(name)} for name in self.graph.order}
+        return self.after | {name for name, fed in feeding.items() if fed and fed <= self.after} - {self.graph.llm.name}
