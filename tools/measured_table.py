@@ -137,6 +137,14 @@ ROWS = (
         "python tools/bench.py convergence",
     ),
     Row(
+        "digits read and drawn, three seeds: fewest right answers to held-out questions; fewest right drawings, as the "
+        "nearest held-out real digit says; two layouts in fp32: largest difference of a loss in the first 100 steps",
+        "drawing",
+        "{:.2f}; {:.2f}; {:.0e}",
+        ("min_answer_accuracy", "min_drawn_accuracy", "max_loss_difference"),
+        "python tools/bench.py drawing",
+    ),
+    Row(
         "boundaries, 8 ranks on one host: bytes over the least possible; time through shared memory over bare "
         "messages of the same bytes through gloo's sockets, worst of 16 MiB, of small ones",
         "boundary",
