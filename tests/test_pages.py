@@ -51,6 +51,7 @@ RUN_BY = {
     },
     "src/hetmesh/data/README.md": {
         "[[data.phases]]": ("tests/data/test_data_mixture.py::test_the_phases_that_the_page_shows",),
+        "[data.options.generated]": ("tests/data/test_data_generated.py::test_the_options_that_the_page_shows",),
         "[data.options]": ("tests/data/test_data_columns.py::test_the_options_that_the_page_shows",),
     },
     "src/hetmesh/models/split/README.md": {
