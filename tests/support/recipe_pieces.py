@@ -261,8 +261,9 @@ BEFORE_COLUMNS = {
     "qwen3": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
     "llama": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
     "siglip": [["q_proj", "v_proj"], ["fc1"]],
+    "flow": [["q_proj", "v_proj"], ["up_proj"]],
 }
-"""Of these names those whose inputs tensor-parallel ranks hold alike."""
+"""Of names of linear layers those whose inputs tensor-parallel ranks hold alike."""
 
 
 def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
