@@ -165,6 +165,20 @@ def test_processors_take_what_is_made_as_text(root, processors, tmp_path, family
     assert sample.media["image_out"][0].shape == (3, 8, 8)
 
 
+def test_a_line_break_after_what_is_made_is_the_assistants_own(root):
+    """After what is read the chat template begins a new line itself."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}] {% for p in m.content %}{% if p.type == 'image' %}<|image_pad|>\n"
+        "{% else %}{{ p.text }}{% endif %}{% endfor %}{{ eos_token }}{% endfor %}"
+    )
+    turns = [{"from": "human", "value": "<image>\nagain"}, {"from": "gpt", "value": "<image>\nHere"}]
+    record = {"id": "t", "image": ["wide.png", "square.png"], "conversations": turns}
+    reads = {"placeholders": {"image": "<|image_pad|>"}, "chat_template": template}
+    data = source(root, "by tokenizer", record, **reads)
+    text = data._chat.tokenizer.decode(data._conversation(0).encoded.ids)
+    assert text == f"[user] <|image_pad|>\nagain<|eos|>[assistant] {MADE}\nHere<|eos|>"
+
+
 def test_a_column_of_a_table_has_what_is_read_and_what_is_made(root):
     import datasets
 

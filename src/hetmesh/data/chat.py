@@ -21,7 +21,7 @@ from hetmesh.data.chat_template import (
     left_out,
     time_limit,
 )
-from hetmesh.data.generated import Generated
+from hetmesh.data.generated import OUT, Generated
 from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 
@@ -108,7 +108,6 @@ class Chat:
         with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
-            """Kinds of media after which the template begins a new line."""
             self.joins_texts = joins_texts(self._apply, self._form)
             with contextlib.suppress(SampleError):  # it may want more of a conversation
                 self._render("", [("user", "a"), ("assistant", "b")])
@@ -125,6 +124,10 @@ class Chat:
                 f"that texts do not use. It has {sorted(self._special)[:16]}"
             )
         return token
+
+    def breaks_of(self, role: str) -> frozenset[str]:
+        """Kinds of media after which the template begins a new line: in the assistant's turns those that are read."""
+        return self.breaks - {kind.removesuffix(OUT) for kind in self.generated if role == "assistant"}
 
     @property
     def takes_parts(self) -> bool:

@@ -249,7 +249,7 @@ class ConversationsSource:
             by_kind = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
             record = {**by_kind, "conversations": [{"from": "human", "value": text}]}
             try:
-                ((_, parts),) = turns_of(record, self._chat.breaks)
+                ((_, parts),) = turns_of(record, self._chat.breaks_of)
             except ValueError as error:
                 raise SampleError(f"{name}: {error}") from error
         parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -328,7 +328,7 @@ class ConversationsSource:
             record = stored.value
             if record.get("id") is not None:
                 name = str(record["id"])
-            turns = turns_of(record, self._chat.breaks)
+            turns = turns_of(record, self._chat.breaks_of)
             check_unread(record, self._chat.joins_texts)
             further = further_of(record, self.values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,6 +19,9 @@ MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 
 TENSOR = "tensor"
 """The type of a part of the assistant's turn that is a tensor."""
+
+Breaks = Callable[[str], Collection[str]]
+"""From a role to kinds of media."""
 
 DATA_URL = "data:"
 
@@ -39,7 +42,7 @@ _READ = ("role", "content", "from", "value", *_WEIGHTS)
 """Keys of a turn that are read; the chat template gets the others."""
 
 
-def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tuple[str, Any]]:
+def turns_of(record: Mapping[str, Any], breaks: Breaks = lambda _: ()) -> list[tuple[str, Any]]:
     """`(role, content)` of each turn of `messages`, or of `conversations` in LLaVA's form.
 
     A content is a text, or a list of parts `{"type": "text", "text": ...}`, `{"type": "image", "image": FILE}` and
@@ -47,18 +50,20 @@ def turns_of(record: Mapping[str, Any], breaks: Collection[str] = ()) -> list[tu
     `audio` or `audios` (`video`, `videos`), parts without a file and the marks `<image>`, `<audio>` and `<video>` in
     texts take them in order.
 
-    After a mark of one of the kinds `breaks` the chat template begins a new line: the line break that LLaVA's form has
-    there (`<image>\\n`) is that one. A turn that calls tools may have no content: None, or "". Raises KeyError,
-    TypeError, ValueError: it has neither form, more files than places, or a mark in a message without any.
+    After a mark of one of the kinds that `breaks` gives for a role the chat template begins a new line: the line break
+    that LLaVA's form has there (`<image>\\n`) is that one. A turn that calls tools may have no content: None, or "".
+    Raises KeyError, TypeError, ValueError: it has neither form, more files than places, or a mark in a message without
+    any.
     """
     if twice := [kind for kind in MARKS.values() if record.get(kind) and record.get(f"{kind}s")]:
         raise ValueError(f"it has both {twice[0]!r} and '{twice[0]}s'; give all files in one of them")
     files = {kind: _Files(record, kind) for kind in MARKS.values()}
     if "messages" in record or "conversations" not in record:
-        turns = [(str(turn["role"]), _content(_said(turn), files, breaks)) for turn in record["messages"]]
+        turns = [(str(turn["role"]), _content(_said(turn), files, breaks(turn["role"]))) for turn in record["messages"]]
         turns = [("system" if role == "developer" else role, content) for role, content in turns]  # OpenAI's newer word
     else:
-        turns = [(_speaker(turn["from"]), _parts(_text(turn), files, breaks)) for turn in record["conversations"]]
+        said = [(_speaker(turn["from"]), _text(turn)) for turn in record["conversations"]]
+        turns = [(role, _parts(text, files, breaks(role))) for role, text in said]
     named = {kind for kind, _ in media_of(turns)}
     if left := [kind for kind, some in files.items() if some.take() is not None and (some.used or kind not in named)]:
         raise ValueError(f"more files of {left} than marks in the text ({', '.join(MARKS)}) or parts")
