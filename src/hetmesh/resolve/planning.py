@@ -138,7 +138,8 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, sink: str) -> ModuleFacts:
     abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
-    packs, splits = abilities.use_packed is not None, abilities.with_stages()
+    packs = abilities.use_packed is not None and "context_parallel" not in abilities.reasons
+    splits = abilities.with_stages()
     own, encoder = abilities.experts, not recipe.wiring.topology.inputs(name) and name != sink
     return ModuleFacts(
         shape,
