@@ -196,6 +196,13 @@ def _qwen3_5_moe() -> Any:
     return _qwen3_5("Qwen3_5Moe", **EXPERTS, shared_expert_intermediate_size=8)
 
 
+def mamba() -> Any:
+    """A LLaVA whose LLM has layers of Mamba-2 around one of attention."""
+    text = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8}
+    text |= {"mamba_n_groups": 2, "mamba_chunk_size": 16, "num_local_experts": 0, "shared_intermediate_size": 32}
+    return _llava(text={"model_type": "granitemoehybrid", **TEXT, **text})
+
+
 def _glm4v() -> Any:
     import transformers as t
 

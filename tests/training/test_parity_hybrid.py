@@ -1,11 +1,12 @@
 """Parity of LLMs whose layers remember earlier tokens otherwise than by attention: samples in one row, tokens shared by
-ranks. Three steps of SGD equal transformers' own model, one sample at a time, in one process."""
+ranks, shares of heads. Three steps of SGD equal transformers' own model, one sample at a time, in one process."""
 
 from __future__ import annotations
 
 import pytest
 
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from support import tiny_vlms
 from support.whole_reference import whole_reference
@@ -21,17 +22,7 @@ FAMILIES = {
     "qwen3_next": text_of("qwen3_next", **tiny_vlms.DELTA_NET, **tiny_vlms.EXPERTS, shared_expert_intermediate_size=8),
     "olmo_hybrid": text_of("olmo_hybrid", **tiny_vlms.DELTA_NET),
     "lfm2": text_of("lfm2", layer_types=["conv", "full_attention", "conv"]),
-    "granitemoehybrid": text_of(
-        "granitemoehybrid",
-        layer_types=["mamba", "attention", "mamba"],
-        mamba_n_heads=4,
-        mamba_d_head=12,
-        mamba_d_state=8,
-        mamba_n_groups=2,
-        mamba_chunk_size=16,
-        num_local_experts=0,
-        shared_intermediate_size=32,
-    ),
+    "mamba": tiny_vlms.mamba,
     "minimax": text_of("minimax", **LAYERS, num_local_experts=2, num_experts_per_tok=1, block_size=16),
 }
 """Beside Gated DeltaNet: short convolutions, Mamba-2, lightning attention."""
@@ -64,6 +55,7 @@ def stages(schedule, microbatch=1, **degrees):
     return llm(f'pipeline_parallel_schedule = "{schedule}"\n{size}', pp=2, **degrees)
 
 
+SHARES = "enable_sequence_parallel = true"
 AGAIN = '[activation_checkpoint]\nmode = "full"'
 LORA = "[modules.vision]\ntrainable = false\n[modules.llm.lora]\nrank = 2"
 LAYOUTS = {
@@ -76,10 +68,13 @@ LAYOUTS = {
     "cp 2, interleaved": stages("interleaved", 2, cp=2),
     "cp 2, zero bubble": stages("zero_bubble", 2, cp=2),
     "cp 2, fsdp 2, again": llm(AGAIN, cp=2, fsdp=2),
+    "tp 2, sp": llm(SHARES, tp=2),
     "cp 2, tp 2": llm(cp=2, tp=2),
-    "cp 2, lora": llm(LORA, cp=2),
+    "cp 2, tp 2, sp": llm(SHARES, cp=2, tp=2),
+    "sp, pp": stages("1f1b", tp=2).replace("tensor", f"{SHARES}\ntensor"),
+    "sp, fsdp, again": llm(f"{SHARES}\n{AGAIN}", tp=2, fsdp=2),
 }
-OFTEN = [("qwen3_5", "cp 2, zero bubble"), ("lfm2", "cp 2")]
+OFTEN = [("qwen3_5", "cp 2, zero bubble"), ("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
 EXPERTS = llm(cp=2, expert_parallel=2, fsdp=2)
 
 
@@ -96,12 +91,26 @@ def test_every_layout(pool4, tmp_path, monkeypatch, layout):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "lfm2", "granitemoehybrid", "minimax"])
-@pytest.mark.parametrize("layout", ["packed", "cp 2, 1f1b", "cp 4, dealt out", "cp 2, tp 2"])
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "lfm2", "mamba", "minimax"])
+@pytest.mark.parametrize("layout", ["packed", "tp 2, sp", "cp 2, 1f1b", "cp 4, dealt out", "cp 2, tp 2, sp"])
 def test_every_family(pool4, tmp_path, monkeypatch, name, layout):
-    if name in ("granitemoehybrid", "minimax") and "cp" in layout:
+    if name in ("mamba", "minimax") and "cp" in layout:
         pytest.skip("refused: its mixers take whole samples")
     check(pool4, recipe(name, tmp_path, monkeypatch, LAYOUTS[layout]))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"cp": 2, "tp": 2}, {"tp": 2, "more": SHARES}], ids=str)
+def test_adapters(pool4, tmp_path, monkeypatch, degrees):
+    more = degrees.pop("more", "")
+    parity.check(pool4, recipe("qwen3_5", tmp_path, monkeypatch, llm(f"{more}\n{LORA}", **degrees)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "minimax"])
+def test_padded_samples_under_sequence_parallelism(pool4, tmp_path, monkeypatch, name):
+    given = recipe(name, tmp_path, monkeypatch, llm(SHARES, tp=2))
+    check(pool4, given.model_copy(update={"training": given.training.model_copy(update={"pack_samples": False})}))
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,8 @@ def apply_sequence_parallel(
 
     Args:
         prefixes: FQNs of the submodules that work on shares of the tokens (`Abilities.token_sharded` of an adapter).
-        gathered: patterns of the parts within them that read all tokens, although nothing in them is sharded.
+        gathered: patterns of the parts within them that read all tokens, in their own shape, although nothing in them
+            is sharded, or although they have no rotary positions to tell the shape.
         runs: layers of each pipeline stage of this rank, which split and join tokens; none if its forward does.
 
     Returns:
@@ -68,8 +69,9 @@ def apply_sequence_parallel(
             readers = [parent]
             if any(name in run for run in runs):  # a block that has the linears of its MLP in itself
                 readers = [c for c in own if any(isinstance(part, ColwiseLinear) for part in c.modules())]
+            shaped = any(matches(name, pattern) for pattern in gathered)
             for reader in readers:
-                _Gather(group, tokens).register(reader)
+                _Gather(group, tokens, shaped).register(reader)
             for part in linears:
                 if isinstance(part, ColwiseLinear):
                     part.enter = lambda x: x  # the gather sums the gradient
@@ -80,7 +82,7 @@ def apply_sequence_parallel(
             parent.enter, parent.leave = None, partial(_scatter, group=group)
             parent.balances = dist.get_rank(group) == 0  # the router's gradients are now partial, too: each counts once
         elif any(matches(name, pattern) for pattern in gathered):
-            _Gather(group, tokens).register(parent)
+            _Gather(group, tokens, True).register(parent)
             parent.register_forward_hook(partial(_keep_share, group))
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
@@ -145,13 +147,14 @@ class ShardedTokens(AllTokens):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of all tokens of the microbatch that is computed, if `split_lane` has seen them."""
+        """The shape of all tokens of the microbatch that is computed, if it is known."""
         return self._shapes.get(current_microbatch())
 
     def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
         return batch[SHARE + key]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        self._shapes[current_microbatch()] = tuple(shape)
         return flat[None]
 
     def mask(self, flat: Tensor) -> Tensor | None:
@@ -194,11 +197,11 @@ class _Gathered:
 
 class _Gather:
     """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
-    the rotary embedding, which every rank has for all tokens, or because hooks split them), else
-    `[1, padded, features]`."""
+    the rotary embedding, which every rank has for all tokens, or because hooks split them) or `shaped` asks for them,
+    else `[1, padded, features]`."""
 
-    def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
-        self.group, self.tokens = group, tokens
+    def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens, shaped: bool = False) -> None:
+        self.group, self.tokens, self.shaped = group, tokens, shaped
         self.hooks: saved_tensors_hooks | None = None
 
     def register(self, part: nn.Module) -> None:
@@ -221,7 +224,7 @@ class _Gather:
             gathered = _Gathered(flat, whole, group)
             self.hooks = saved_tensors_hooks(gathered.pack, gathered.unpack)
             self.hooks.__enter__()
-        if self.tokens.by_hooks and (shape := self.tokens.shape) is not None:
+        if (self.tokens.by_hooks or self.shaped) and (shape := self.tokens.shape) is not None:
             whole = whole[: math.prod(shape)].view(*shape, -1)
         elif (rotary := kwargs.get("position_embeddings")) is not None:
             batch, length = rotary[0].shape[:2]

@@ -85,6 +85,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
+            token_gathered=self._text_plan.token_gathered,
             splits_tokens=True,
             use_packed=None if "use_packed" in reasons else self.use_packed,
             layer_of_output=self.layer_of_output if takes_features else None,
@@ -144,10 +145,10 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         if self._experts is not None and not (self.packed or self.balance):  # which transformers' own blocks compute
             found["experts"] = "its samples are padded; set training.pack_samples = true"
-        if kinds := sorted(self._mixed):
-            found["token_sharded"] = f"its layers of kind {kinds} need all tokens, not a share"
-        elif not self._text_plan.token_sharded:
-            found["token_sharded"] = "tensor parallelism does not split the attention of all of its layers"
+        kinds = sorted(self._mixed)
+        if not self._text_plan.token_sharded:
+            all_ = f", and its layers of kind {kinds} need all tokens, not a share" if kinds else ""
+            found["token_sharded"] = f"tensor parallelism does not split the attention of all of its layers{all_}"
         elif self.whole.family.mask == "causal":  # masks are built from the shape of a share, unless packed
             if self._windows:
                 found["token_sharded"] = "it has layers with a sliding window"
