@@ -75,7 +75,6 @@ LAYOUTS = {
     "sp, fsdp, again": llm(f"{SHARES}\n{AGAIN}", tp=2, fsdp=2),
 }
 OFTEN = [("qwen3_5", "cp 2, zero bubble"), ("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
-EXPERTS = llm(cp=2, expert_parallel=2, fsdp=2)
 
 
 @pytest.mark.slow
@@ -114,5 +113,5 @@ def test_padded_samples_under_sequence_parallelism(pool4, tmp_path, monkeypatch,
 
 
 @pytest.mark.exhaustive
-def test_experts_and_shared_tokens(pool4, tmp_path, monkeypatch):
-    check(pool4, recipe("qwen3_5_moe", tmp_path, monkeypatch, EXPERTS))
+def test_experts_under_fsdp(pool4, tmp_path, monkeypatch):
+    check(pool4, recipe("qwen3_5_moe", tmp_path, monkeypatch, LAYOUTS["cp 2, fsdp 2, again"]))

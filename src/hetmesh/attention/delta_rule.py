@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
+from hetmesh.attention.flex import on_device
 from hetmesh.context.mask_sources import ragged
 
 KERNEL_DEVICES = {"cuda"}
@@ -64,7 +65,7 @@ def delta_rule(
         initial_state=initial_state,
         output_final_state=True,
         use_qk_l2norm_in_kernel=normalize,
-        cu_seqlens=torch.tensor(bounds, device=q.device),
+        cu_seqlens=on_device(np.asarray(bounds, np.int64), q.device),
     )
     return out[0], state
 
@@ -112,7 +113,8 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     dtype, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
     with torch.autocast(v.device.type, enabled=False):
-        index, back, sizes, order = (torch.from_numpy(x).to(v.device) for x in _chunks(bounds))
+        *found, sizes = _chunks(bounds)
+        index, back, order, place = (on_device(x, v.device) for x in found)
         q, k, v_, g, beta = (_by_chunk(x.to(dtype), index) for x in (q, k, v, g[..., None], beta[..., None]))
         if normalize:
             q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
@@ -130,9 +132,9 @@ def _chunked(
         parts = (new, seen, (q @ k.mT) * pairs, q * decay.exp(), (k * (last - decay).exp()).mT, last.exp())
         if initial_state is None:
             initial_state = v_.new_zeros(len(order), v_.shape[1], k.shape[-1], v_.shape[-1])
-        out, state = _scan(parts, sizes.tolist(), initial_state.to(dtype)[order])
+        out, state = _scan(parts, sizes, initial_state.to(dtype)[order])
         rows = out.transpose(1, 2).flatten(0, 1)[back]
-        return rows.to(v.dtype), state[order.argsort()]
+        return rows.to(v.dtype), state[place]
 
 
 def _scan(parts: Sequence[Tensor], sizes: list[int], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,11 +157,11 @@ def _by_chunk(x: Tensor, index: Tensor) -> Tensor:
     return padded[index].view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
 
 
-def _chunks(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _chunks(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[int]]:
     """Chunks by their place in their sequence, then by sequence, the longest first.
 
-    Returns the row of each token of each chunk, the number of rows where it has none; of each row its token; how many
-    chunks each step has; the sequences in their order.
+    Returns the row of each token of each chunk, the number of rows where it has none; of each row its token; the
+    sequences in their order; the place of each in that; how many chunks each step has.
     """
     lengths = np.diff(bounds)
     counts = -(-lengths // CHUNK)
@@ -172,4 +174,4 @@ def _chunks(bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     row = np.where(row < bounds[1:][order][sequence][:, None], row, bounds[-1]).reshape(-1)
     back = np.empty(bounds[-1] + 1, np.int64)
     back[row] = np.arange(len(row))
-    return row, back[:-1], np.bincount(step), order
+    return row, back[:-1], order, np.argsort(order), np.bincount(step).tolist()

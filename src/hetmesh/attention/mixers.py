@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from hetmesh._torch_compat import not_compiled
 from hetmesh.attention.context_attention import ContextAttention
+from hetmesh.attention.flex import on_device
 from hetmesh.attention.in_transformers import counter
 from hetmesh.attention.pieces import sample_starts
 from hetmesh.attention.recurrence import shared_convolution, shared_delta_rule
@@ -82,12 +83,13 @@ def _beside(forward: Callable[..., Any], mixer: nn.Module, *args: Any, **kwargs:
         return forward(*args, **kwargs)
     if len(state.shares) > 1:
         raise BoundaryError(f"{state.name}: ranks cannot share the tokens of a {type(mixer).__name__}")
-    starts = torch.from_numpy(sample_starts(state.mask))
-    lengths = torch.diff(starts, append=torch.tensor([state.rows]))
-    column = torch.arange(int(lengths.max()))
+    starts = sample_starts(state.mask)
+    lengths = np.diff(starts, append=state.rows)
+    column = np.arange(lengths.max())
     real = column < lengths[:, None]
     device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device
-    rows, back = torch.where(real, starts[:, None] + column, 0).to(device), real.flatten().nonzero()[:, 0].to(device)
+    rows = on_device(np.where(real, starts[:, None] + column, 0), device)
+    back = on_device(np.flatnonzero(real), device)
 
     def padded(x: Any) -> Any:
         if isinstance(x, tuple):

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
@@ -21,7 +22,9 @@ from torch.distributed.tensor import Shard
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.delta_rule import convolve, delta_rule
 from hetmesh.attention.fetch import Wires, exchange, fetch, give_back
+from hetmesh.attention.flex import on_device
 from hetmesh.attention.pieces import Halo, Pieces, plan_halo, plan_pieces
+from hetmesh.context.mask_sources import ragged
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
 
 
@@ -34,7 +37,7 @@ def shared_convolution(
     if len(_pieces(state).cuts):
         source.append(_Halo.apply(x[: state.rows], state, halo))
     source.append(x.new_zeros(1, x.shape[1]))
-    rows, out = (torch.from_numpy(index).to(x.device) for index in (halo.rows, halo.out))
+    rows, out = (on_device(index, x.device) for index in (halo.rows, halo.out))
     return convolve(torch.cat(source)[rows], weight, bias, activation)[out]
 
 
@@ -50,16 +53,21 @@ def shared_delta_rule(
     dtype = torch.promote_types(v.dtype, torch.float32)
     maps = k.new_zeros(0, heads, width[0], sum(width), dtype=dtype)
     if len(cuts.leaving):
-        spans = [slice(*pieces.bounds[i : i + 2]) for i in cuts.leaving]
-        parts = (torch.cat([x[span] for span in spans]) for x in (q, k, v, g, beta))
-        q_, k_, v_, g_, beta_ = parts
+        spans = pieces.bounds[cuts.leaving[:, None] + np.arange(2)]
+        chosen = on_device(ragged(*spans.T)[1], k.device)
         identity = torch.eye(width[0], sum(width), dtype=dtype, device=k.device).roll(width[1], 1)
-        bounds = torch.tensor([0, *(span.stop - span.start for span in spans)]).cumsum(0).numpy()
-        start = identity.expand(len(spans), heads, -1, -1)
-        both = torch.cat([v_, v_.new_zeros(*v_.shape[:2], width[0])], -1)
-        maps = delta_rule(q_, k_, both, g_, beta_, bounds, initial_state=start, normalize=normalize)[1]
+        maps = delta_rule(
+            q[chosen],
+            k[chosen],
+            torch.cat([v, v.new_zeros(*v.shape[:2], width[0])], -1)[chosen],
+            g[chosen],
+            beta[chosen],
+            np.append(0, np.diff(spans).cumsum()),
+            initial_state=identity.expand(len(spans), heads, -1, -1),
+            normalize=normalize,
+        )[1]
     entered, k = _States.apply(maps, k, state, pieces)
-    into = torch.from_numpy(cuts.entering).to(k.device)
+    into = on_device(cuts.entering, k.device)
     initial = maps.new_zeros(count, heads, *width).index_copy(0, into, entered)
     return delta_rule(q, k, v, g, beta, pieces.bounds, initial_state=initial, normalize=normalize)[0]
 
@@ -125,7 +133,7 @@ class _States(torch.autograd.Function):
             if cuts.chained[cut]:
                 totals[cut - 1] += onto[cut].mT @ totals[cut]
         to_maps = exchange(wires, _plan(*ctx.before, ctx.shape, False), totals, label)()
-        of = torch.from_numpy(cuts.of_entering).to(entered.device)
+        of = on_device(cuts.of_entering, entered.device)
         # What a piece at the beginning of a sample would do to a state is asked for by nobody.
         was = torch.cat([entered, entered.new_zeros(1, *entered.shape[1:])])[of]
         return torch.cat([to_maps, to_maps @ was.mT], -1), gradients[1], None, None

@@ -46,8 +46,7 @@ def apply_sequence_parallel(
 
     Args:
         prefixes: FQNs of the submodules that work on shares of the tokens (`Abilities.token_sharded` of an adapter).
-        gathered: patterns of the parts within them that read all tokens, in their own shape, although nothing in them
-            is sharded, or although they have no rotary positions to tell the shape.
+        gathered: patterns of the parts within them that read all tokens, although nothing in them is sharded.
         runs: layers of each pipeline stage of this rank, which split and join tokens; none if its forward does.
 
     Returns:
@@ -69,9 +68,8 @@ def apply_sequence_parallel(
             readers = [parent]
             if any(name in run for run in runs):  # a block that has the linears of its MLP in itself
                 readers = [c for c in own if any(isinstance(part, ColwiseLinear) for part in c.modules())]
-            shaped = any(matches(name, pattern) for pattern in gathered)
             for reader in readers:
-                _Gather(group, tokens, shaped).register(reader)
+                _Gather(group, tokens).register(reader)
             for part in linears:
                 if isinstance(part, ColwiseLinear):
                     part.enter = lambda x: x  # the gather sums the gradient
@@ -82,7 +80,7 @@ def apply_sequence_parallel(
             parent.enter, parent.leave = None, partial(_scatter, group=group)
             parent.balances = dist.get_rank(group) == 0  # the router's gradients are now partial, too: each counts once
         elif any(matches(name, pattern) for pattern in gathered):
-            _Gather(group, tokens, True).register(parent)
+            _Gather(group, tokens).register(parent)
             parent.register_forward_hook(partial(_keep_share, group))
     module.hetmesh_tokens = tokens  # type: ignore[assignment]
     return tuple(
@@ -196,12 +194,11 @@ class _Gathered:
 
 
 class _Gather:
-    """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
-    the rotary embedding, which every rank has for all tokens, or because hooks split them) or `shaped` asks for them,
-    else `[1, padded, features]`."""
+    """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where tokens meet (known by the
+    arguments beside them) or hooks split them, else `[1, padded, features]`."""
 
-    def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens, shaped: bool = False) -> None:
-        self.group, self.tokens, self.shaped = group, tokens, shaped
+    def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
+        self.group, self.tokens = group, tokens
         self.hooks: saved_tensors_hooks | None = None
 
     def register(self, part: nn.Module) -> None:
@@ -224,12 +221,11 @@ class _Gather:
             gathered = _Gathered(flat, whole, group)
             self.hooks = saved_tensors_hooks(gathered.pack, gathered.unpack)
             self.hooks.__enter__()
-        if (self.tokens.by_hooks or self.shaped) and (shape := self.tokens.shape) is not None:
+        meet = kwargs.keys() & {"attention_mask", "position_embeddings"}
+        if (self.tokens.by_hooks or meet) and (shape := self.tokens.shape) is not None:
+            if not self.tokens.by_hooks:
+                kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
             whole = whole[: math.prod(shape)].view(*shape, -1)
-        elif (rotary := kwargs.get("position_embeddings")) is not None:
-            batch, length = rotary[0].shape[:2]
-            kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
-            whole = whole[: batch * length].view(batch, length, -1)
         else:
             whole = whole[None]
         return with_hidden(args, kwargs, whole)

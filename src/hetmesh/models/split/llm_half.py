@@ -145,10 +145,12 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         if self._experts is not None and not (self.packed or self.balance):  # which transformers' own blocks compute
             found["experts"] = "its samples are padded; set training.pack_samples = true"
-        kinds = sorted(self._mixed)
-        if not self._text_plan.token_sharded:
-            all_ = f", and its layers of kind {kinds} need all tokens, not a share" if kinds else ""
-            found["token_sharded"] = f"tensor parallelism does not split the attention of all of its layers{all_}"
+        unfit = {kind: how for kind, how in self._padded.items() if isinstance(how, str)}
+        unknown = "; ".join(f"its layers of kind {kind!r}: {why}" for kind, why in unfit.items())
+        if unfit:
+            found["token_sharded"] = unknown
+        elif not self._text_plan.token_sharded:
+            found["token_sharded"] = "tensor parallelism does not split the attention of all of its layers"
         elif self.whole.family.mask == "causal":  # masks are built from the shape of a share, unless packed
             if self._windows:
                 found["token_sharded"] = "it has layers with a sliding window"
@@ -158,8 +160,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             found["key_heads"] = "which ranks cannot share: not all of its attentions have a k_proj and v_proj of heads"
         if (cap := getattr(self.config, "attn_logit_softcapping", None)) is not None:
             found["use_packed"] = f"its attention caps its logits, attn_logit_softcapping = {cap}"
-        elif unfit := {kind: how for kind, how in self._padded.items() if isinstance(how, str)}:
-            found["use_packed"] = "; ".join(f"its layers of kind {kind!r}: {why}" for kind, why in unfit.items())
+        elif unfit:
+            found["use_packed"] = unknown
         elif not self._attends_by_registry:
             found["use_packed"] = "its attention does not go through transformers' registry of attention functions"
         elif rope := _by_longest(self.config):
@@ -169,7 +171,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
-        if kinds:
+        if kinds := sorted(self._mixed):
             found["attention_mask"] = f"its layers of kind {kinds} know no other order than that of the tokens"
         if padded := sorted(kind for kind, how in self._padded.items() if how is True):
             found["context_parallel"] = f"its layers of kind {padded} take samples only whole, and padded"

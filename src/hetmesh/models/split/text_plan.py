@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from hetmesh.attention.mixers import mixers
+from hetmesh.attention.mixers import looks_in_registry, mixers
 from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
@@ -47,13 +47,14 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     # Some plans name no layer at all: Qwen3-VL's of transformers 5.24 has the embedding alone.
     plan: dict[str, Any] = _with_norms(_known(own, module), module) or _by_names(module, decoder)
     blocks = [name for name in repeated_blocks(module) if name.startswith(f"{decoder}.")]
-    mixing = {part: name for name, part in module.named_modules()}
-    found = {mixing[part]: part for block in blocks for part in mixers(module.get_submodule(block))}
+    found = _mixers(module, blocks)
     others = tuple(dict.fromkeys(map(layer_pattern, found)))
-    plan = {pattern: style for pattern, style in plan.items() if not within(pattern, *others)}
+    theirs = {p.rpartition(".")[0] for p in plan if any(within(m, *found) for m in matching(module, p))}
+    plan = {pattern: style for pattern, style in plan.items() if not within(pattern, *theirs)}
     by_heads: dict[str, Any] = {}
     for name, part in found.items():
-        by_heads |= _by_heads(layer_pattern(name), part)
+        holder = layer_pattern(name)
+        by_heads |= _by_heads(holder, part) if found.keys() >= set(matching(module, holder)) else {}
     plan |= by_heads
     if whole.model.get_output_embeddings().weight is not whole.model.get_input_embeddings().weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
@@ -73,6 +74,13 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     )
 
 
+def _mixers(module: nn.Module, blocks: Collection[str]) -> dict[str, nn.Module]:
+    """The token mixers of blocks without attention, by FQN."""
+    names = {part: name for name, part in module.named_modules()}
+    parts = [module.get_submodule(block) for block in blocks]
+    return {names[m]: m for part in parts if not any(map(looks_in_registry, part.modules())) for m in mixers(part)}
+
+
 def _by_heads(holder: str, mixer: Any) -> dict[str, Any]:
     """The styles of a Gated DeltaNet, in modules that match `holder`, which gives each rank some key heads with the
     value heads that they serve; nothing for a mixer of another build. Fused queries, keys and values, and the
@@ -83,7 +91,7 @@ def _by_heads(holder: str, mixer: Any) -> dict[str, Any]:
     heads, fused = (mixer.num_v_heads,), (mixer.key_dim, mixer.key_dim, mixer.value_dim)
     if any(p.shape != heads for p in mixer.parameters(recurse=False)):
         return {}
-    rows = dict.fromkeys((name for name, _ in mixer.named_parameters(recurse=False)), heads)
+    rows: dict[str, tuple[int, ...]] = {name: heads for name, _ in mixer.named_parameters(recurse=False)}
     found: dict[str, Any] = {}
     for name, part in mixer.named_children():
         own = [len(p) for p in part.parameters()]
@@ -104,7 +112,7 @@ def _by_heads(holder: str, mixer: Any) -> dict[str, Any]:
 
 
 def _key_heads(
-    plan: Mapping[str, str], module: nn.Module, attention: Collection[str], sizes: Mapping[str, int]
+    plan: Mapping[str, str], module: nn.Module, attention: Set[str], sizes: Mapping[str, int]
 ) -> dict[str, KeyHeads]:
     """The style of the attentions, by pattern, if each makes keys and values as `KeyHeads` expects; else nothing."""
     found: dict[str, KeyHeads] = {}
@@ -114,6 +122,7 @@ def _key_heads(
         split = all(plan.get(f"{holder}.{layer}") == "colwise" for layer in PROJECTIONS)
         widths = {getattr(getattr(part, layer, None), "out_features", 0) for layer in PROJECTIONS}
         groups = getattr(part, "num_key_value_groups", 0)
+        split &= set(matching(module, holder)) <= attention
         if not (split and heads) or widths != {heads * features} or groups * heads != sizes.get(QUERY_HEADS):
             return {}
         found[holder] = KeyHeads(heads, features)
