@@ -32,8 +32,9 @@ CACHES = frozenset({"cache", "past_key_values", "cache_params"})
 
 def mixers(block: nn.Module) -> Iterator[nn.Module]:
     """The parts of a decoder layer that remember earlier tokens otherwise than by attention."""
-    for part in block.modules():
-        if part is not block and _remembers(part) and not any(_remembers(below) for below in list(part.modules())[1:]):
+    for part in list(block.modules())[1:]:
+        below = list(part.modules())
+        if _remembers(part) and not any(map(_remembers, below[1:])) and not any(map(looks_in_registry, below)):
             yield part
 
 
@@ -43,8 +44,7 @@ def looks_in_registry(part: nn.Module) -> bool:
 
 
 def _remembers(part: nn.Module) -> bool:
-    names = inspect.signature(_forward(part)).parameters.keys()
-    return bool(CACHES & names) and not looks_in_registry(part)
+    return bool(CACHES & inspect.signature(_forward(part)).parameters.keys())
 
 
 def _forward(part: nn.Module) -> Any:
