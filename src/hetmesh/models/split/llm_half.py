@@ -182,11 +182,12 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     @cached_property
     def _kinds(self) -> Mapping[str, str]:
         """The kind of each layer of the decoder by its FQN, as its config calls it; "" where it does not."""
-        count, kinds = self.config.num_hidden_layers, getattr(self.config, "layer_types", None)
-        lists = (n for n, part in self.decoder_of(self._empty).named_children() if isinstance(part, nn.ModuleList))
-        name = next((n for n in lists if len(self.decoder_of(self._empty).get_submodule(n)) == count), "")
-        blocks = [f"{self.whole.decoder}.{name}.{i}" for i in range(count if name else 0)]
-        return dict(zip(blocks, kinds or [""] * count, strict=False))
+        count, decoder = getattr(self.config, "num_hidden_layers", 0), self.decoder_of(self._empty)
+        lists = {n: len(part) for n, part in decoder.named_children() if isinstance(part, nn.ModuleList)}
+        blocks = [
+            f"{self.whole.decoder}.{n}.{i}" for n, length in lists.items() if length == count for i in range(count)
+        ]
+        return dict(zip(blocks, getattr(self.config, "layer_types", None) or [""] * len(blocks), strict=False))
 
     @cached_property
     def _mixed(self) -> Mapping[str, str]:
