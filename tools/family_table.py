@@ -33,6 +33,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
     "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5-MoE",
     "glm4v": "GLM-4V",
     "qwen2_audio": "Qwen2-Audio",
     "qwen2_5_omni": "Qwen2.5-Omni (thinker)",

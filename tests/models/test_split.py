@@ -24,7 +24,7 @@ from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_processors, tiny_vlms
-from support.can_do import can_do
+from support.can_do import LLM, YES, can_do
 
 
 def recipe(path, more="", **media):
@@ -162,7 +162,9 @@ def test_u16_layers_whose_state_would_leak_are_not_packed(directory):
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     llm = replace(llm, config=config)
     assert llm.abilities.use_packed is None
-    assert "kind ['linear_attention'] would leak from sample to sample" in llm.abilities.because("use_packed")
+    assert "kind 'linear_attention': what they remember of earlier tokens is not known" in llm.abilities.because(
+        "use_packed"
+    )
 
 
 @pytest.mark.slow
@@ -231,15 +233,47 @@ SP = "[parallelism.llm]\ntensor_parallel_degree = 2\nenable_sequence_parallel = 
 
 
 @pytest.mark.slow
-def test_sequence_parallelism_of_layers_that_need_all_tokens_is_refused(directory):
+def test_sequence_parallelism_of_layers_of_which_nothing_is_known_is_refused(directory):
     """It was once computed, and wrong: a linear attention began anew in the middle of samples."""
-    path = directory("qwen3_5")
-    says = r"parallelism.llm.enable_sequence_parallel: .* layers of kind \['linear_attention'\] need all tokens"
+    found = adapters_of(directory("qwen3_5"), SP)
+    assert can_do(found, "llm") | {"SP": YES, "CP": LLM, "packing": LLM} == can_do(found, "llm")
+    llm = found["llm"]
+    unknown = text_plan(llm.whole, llm._empty)
+    assert unknown.token_sharded
+    for layer in (0, 2):
+        llm._empty.model.language_model.layers[layer].linear_attn = torch.nn.Linear(24, 24)
+    assert not text_plan(llm.whole, llm._empty).token_sharded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        (
+            "[parallelism.llm]\ntensor_parallel_degree = 4",
+            r"degree = 4 does not divide linear_num_key_heads = 2 of modules.llm; valid degrees are \[1, 2\]",
+        ),
+        (
+            "[modules.llm]\nattention_mask = 'bidirectional_media'",
+            r"= 'bidirectional_media': must be 'causal' \(its layers of kind \['linear_attention'\] know",
+        ),
+    ],
+)
+def test_what_a_recurrence_cannot_do_is_refused_with_the_kind_of_layer(directory, tables, says):
     with pytest.raises(RecipeError, match=says):
-        resolve(recipe(path, SP))
-    found = adapters_of(path, SP.partition("enable")[0])
-    assert can_do(found, "llm")["SP"] == "tower"
-    assert can_do(found, "llm")["TP"] != "no"
+        adapters_of(directory("qwen3_5"), tables)
+
+
+@pytest.mark.slow
+def test_mixers_that_are_only_padded_are_packed_but_not_shared(tmp_path, monkeypatch):
+    """Mamba-2, whose state hetmesh does not send: nothing names it."""
+    monkeypatch.setattr(tiny_vlms, "MODELS", {"mamba": tiny_vlms.mamba})
+    path = tiny_vlms.save("mamba", tmp_path)
+    llm = adapters_of(path)["llm"]
+    assert llm.abilities.use_packed is not None
+    says = r"share the tokens of this hf_llm \(its layers of kind \['linear_attention'\] take samples only whole, and"
+    with pytest.raises(RecipeError, match=says):
+        adapters_of(path, "[parallelism.llm]\ncontext_parallel_degree = 2")
 
 
 @pytest.mark.slow

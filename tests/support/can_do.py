@@ -48,7 +48,9 @@ COLUMNS: Mapping[str, Callable[[str, Adapter], bool]] = {
     "SP": lambda _, adapter: bool(adapter.abilities.with_stages().token_sharded),
     "FSDP": lambda _, adapter: bool(adapter.layers()),
     "PP": lambda _, adapter: adapter.abilities.with_stages().activation is not None,
-    "CP": lambda _, adapter: adapter.abilities.use_packed is not None,
+    "CP": lambda _, adapter: (
+        adapter.abilities.use_packed is not None and "context_parallel" not in adapter.abilities.reasons
+    ),
     "packing": lambda _, adapter: adapter.abilities.use_packed is not None,
     "LoRA": _takes_lora,
     "export": _exports,

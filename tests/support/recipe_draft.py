@@ -37,6 +37,7 @@ class Draft:
         together: how many of them stay together at the beginning and at the end, where that is more than one.
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
+        causal: whether the LLM takes no attention mask but the causal one.
         whole: modules that cannot split what lies between attention and MLP.
         experts, runs, gaps, generators: make the LLM a mixture of experts wherever that is possible, draw what only a
             whole run has, have encoders run in the LLM's collectives wherever they can, and modules follow the LLM,
@@ -49,6 +50,7 @@ class Draft:
     together: dict[str, tuple[int, int]] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)
     shares_tokens: tuple[str, ...] = (SINK,)
+    causal: bool = False
     whole: tuple[str, ...] = ()
     experts: bool = False
     runs: bool = False

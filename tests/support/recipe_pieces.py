@@ -168,7 +168,7 @@ def packing(draw: st.DrawFn, draft: Draft) -> None:
         return
     if sometimes(draw):
         draft.table("training")["pack_samples"] = True
-    if sometimes(draw):
+    if sometimes(draw) and not draft.causal:
         masks = st.sampled_from(["isolated_media", "bidirectional_media"])
         draft.tables["modules"][SINK]["attention_mask"] = draw(masks)
 

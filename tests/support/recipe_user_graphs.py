@@ -68,10 +68,10 @@ def directories(draw: st.DrawFn, draft: Draft) -> None:
     draft.tables["boundaries"] = raw["boundaries"]
     if draw(st.booleans()):
         draft.tables["modules"]["vision"]["trainable"] = False
-    if LAYERS.get(name) == "linear_attention":
-        draft.shares_tokens = ()
+    draft.causal = LAYERS.get(name) == "linear_attention"
     draft.whole = ("vision",) if name == "llava_onevision" else ()
-    draft.heads = {"vision": 2 if name in LAYERS else 4, SINK: tiny_vlms.TEXT["num_attention_heads"]}
+    heads = tiny_vlms.DELTA_NET["linear_num_key_heads"] if draft.causal else tiny_vlms.TEXT["num_attention_heads"]
+    draft.heads = {"vision": 2 if name in LAYERS else 4, SINK: heads}
     prefix = "model.language_model"
     blocks = (f"{prefix}.layers.{i}" for i in range(4 if name == "gemma3" else 3))
     draft.layers[SINK] = (f"{prefix}.embed_tokens", *blocks, f"{prefix}.norm", "lm_head")

@@ -372,6 +372,10 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "prepared and cut": lambda r: _prepared(r) and r.training.seq_len < 500,
     "image tiles": lambda r: _directory(r) in TILED,
     **{kind: _of_kind(kind) for kind in LAYERS.values()},
+    "linear_attention on shared tokens": lambda r: (
+        _of_kind("linear_attention")(r)
+        and (r.wiring.meshes[r.llm].axis_size("cp") > 1 or module_options(r, r.llm).sequence_parallel)
+    ),
     **OF_RUNS,
     **OF_OUTPUTS,
 }

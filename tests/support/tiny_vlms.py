@@ -174,15 +174,33 @@ def _qwen3_vl_moe() -> Any:
     return t.Qwen3VLMoeForConditionalGeneration(config)
 
 
-def _qwen3_5() -> Any:
+DELTA_NET: Mapping[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 6,
+}
+
+
+def _qwen3_5(kind: str = "Qwen3_5", **changes: Any) -> Any:
     import transformers as t
 
     vision = {**QWEN_TOWER, "num_position_embeddings": 16}
-    text = {**TEXT, "head_dim": 12, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}}
-    text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2}
-    text |= {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6}
-    config = t.Qwen3_5Config(vision_config=vision, text_config=text, **_vision_ids())
-    return t.Qwen3_5ForConditionalGeneration(config)
+    text = {**TEXT, **DELTA_NET, "head_dim": 12, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}, **changes}
+    config = getattr(t, f"{kind}Config")(vision_config=vision, text_config=text, **_vision_ids())
+    return getattr(t, f"{kind}ForConditionalGeneration")(config)
+
+
+def _qwen3_5_moe() -> Any:
+    return _qwen3_5("Qwen3_5Moe", **EXPERTS, shared_expert_intermediate_size=8)
+
+
+def mamba() -> Any:
+    """A LLaVA whose LLM has layers of Mamba-2 around one of attention."""
+    text = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8}
+    text |= {"mamba_n_groups": 2, "mamba_chunk_size": 16, "num_local_experts": 0, "shared_intermediate_size": 32}
+    return _llava(text={"model_type": "granitemoehybrid", **TEXT, **text})
 
 
 def _glm4v() -> Any:
@@ -254,6 +272,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "glm4v": _glm4v,
     "qwen2_audio": _qwen2_audio,
     "qwen2_5_omni": _qwen2_5_omni,
@@ -294,7 +313,7 @@ IMAGES = "kinds = { image = [3, 8, 8] }"
 
 PREPARED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("internvl", "idefics3", "smolvlm", "llava_onevision", "mistral3"), ("image",)),
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v"), ("image",)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v"), ("image",)),
     "qwen2_audio": ("audio",),
     "qwen2_5_omni": ("image", "audio"),
 }

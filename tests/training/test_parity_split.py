@@ -11,7 +11,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from support import tiny_vlms
-from support.split_layouts import CP_PP, DP_TP, FROZEN, FSDP, LAYOUTS, OF_VISION, SHARES, SP, STAGES, WHOLE
+from support.split_layouts import CP_PP, DP_TP, FSDP, LAYOUTS, OF_VISION, SHARES, SP, STAGES, WHOLE
 from support.whole_reference import whole_reference
 
 SPLIT = [name for name in tiny_vlms.MODELS if name not in ("paligemma2", "llava_relu")]
@@ -95,6 +95,4 @@ def test_stages_of_a_tower_and_shares_of_its_tokens_equal_transformers_own(pool4
 def test_every_family_in_every_layout(pool4, tmp_path, name, layout):
     if name == "llava_cohere2" and layout == SP:
         pytest.skip("refused: layers with a sliding window")
-    if name == "qwen3_5" and layout in (CP_PP, SP, FROZEN):
-        pytest.skip("refused: layers of linear attention need all tokens, and are not packed")
     check(pool4, tmp_path, name, layout)

@@ -21,19 +21,24 @@ from hetmesh.layout.intervals import coalesce, extent
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
-    """Keys that each rank takes from others, those that it needs.
+class Taken:
+    """Rows that each rank takes from those that have them.
 
     Attributes:
         taken: the positions that each coordinate takes, in the order of its buffer.
-        served: the positions of each coordinate that others take, ascending.
+        served: the positions of each coordinate that are taken, ascending.
         places: local rows of this rank's `served`.
-        work: what this rank computes on its buffer.
     """
 
     taken: RowSplit
     served: RowSplit
     places: Intervals
+
+
+@dataclass(frozen=True, eq=False)
+class Planned(Taken):
+    """Keys that each rank takes from others, those that it needs. `work`: what this rank computes on its buffer."""
+
     work: KernelCalls
 
 
@@ -128,14 +133,16 @@ def _by_owner(wanted: Intervals, owners: Buffer, ranks: int) -> list[Intervals]:
     return [coalesce(part) for part in found]
 
 
-def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks) -> Planned:
+def taken_rows(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int) -> Taken:
+    """What one rank gives, given what each takes."""
     spans = np.array([span for runs in taken for span in runs], np.int64).reshape(-1, 2).T
     starts, stops = merge(*spans)
     everything = tuple(zip(starts.tolist(), stops.tolist(), strict=True))
     served = _by_owner(everything, _owners(shares), len(shares))
-    return Planned(
-        RowSplit(0, taken),
-        RowSplit(0, tuple(served)),
-        Buffer.of(shares[coordinate]).places(served[coordinate]),
-        blocks.work(Buffer.of(taken[coordinate])),
-    )
+    places = Buffer.of(shares[coordinate]).places(served[coordinate])
+    return Taken(RowSplit(0, taken), RowSplit(0, tuple(served)), places)
+
+
+def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks) -> Planned:
+    rows = taken_rows(taken, shares, coordinate)
+    return Planned(rows.taken, rows.served, rows.places, blocks.work(Buffer.of(taken[coordinate])))

@@ -14,7 +14,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.attention.attention_plan import Planned
+from hetmesh.attention.attention_plan import Taken
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.boundary.process_groups import context_channel
 from hetmesh.errors import BoundaryError
@@ -59,23 +59,24 @@ class Wires:
 def fetch(
     wires: Wires,
     shares: RowSplit,
-    chunk: Planned,
+    chunk: Taken,
     number: int,
     kv: Tensor,
     direction: Literal["forward", "backward"],
 ) -> Finish:
-    """Start to bring chunk `number`; `kv` is this rank's `[rows, 2, key heads, features]`."""
+    """Start to bring chunk `number`; `kv` is this rank's `[rows, ...]`, such as `[rows, 2, key heads, features]`."""
     plan, _ = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *kv.shape[1:]))
-    return _exchange(wires, plan, kv, wires.label(direction), _FIRST_TAG + 2 * number)
+    return exchange(wires, plan, kv, wires.label(direction), _FIRST_TAG + 2 * number)
 
 
-def give_back(wires: Wires, shares: RowSplit, chunk: Planned, number: int, gradient: Tensor) -> Finish:
+def give_back(wires: Wires, shares: RowSplit, chunk: Taken, number: int, gradient: Tensor) -> Finish:
     """Start to send the gradient of a buffer to the owners of its rows; what comes belongs to `chunk.places`."""
     _, back = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *gradient.shape[1:]))
-    return _exchange(wires, back, gradient, wires.label("backward", " gradients"), _FIRST_TAG + 2 * number + 1)
+    return exchange(wires, back, gradient, wires.label("backward", " gradients"), _FIRST_TAG + 2 * number + 1)
 
 
-def _exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int) -> Finish:
+def exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int = _FIRST_TAG) -> Finish:
+    """Start to carry out a plan among the ranks of a group; its tag may be that of another which is over before."""
     # P2P needs no process group, which all ranks of the job would have to make; a job on NCCL has made one.
     exchange = Exchange(
         wires.world, plan, local, local.dtype, label, transport="p2p", tag=tag, group=wires.channel()

@@ -139,11 +139,11 @@ def _made(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, device: 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Per row of blocks how many are set, and which: those first."""
     order = np.argsort(~blocks, axis=1, kind="stable")
-    counts, which = (_on(x.astype(np.int32), device)[None, None] for x in (blocks.sum(1), order))
+    counts, which = (on_device(x.astype(np.int32), device)[None, None] for x in (blocks.sum(1), order))
     return counts, which
 
 
-def _on(array: np.ndarray, device: torch.device) -> Tensor:
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device, for which the host does not wait."""
     host = torch.tensor(array)
     if device.type == "cpu":
@@ -166,9 +166,9 @@ def _visible(work: KernelCalls, masks: PartialMasks, rows: int, keys: int, devic
     table = np.full((len(index) + 1, len(index) + 1), NEVER, np.int8)  # the last one is padding
     table[:-1, :-1] = reach(mask.fields.take(index[:, None]), mask.fields.take(index[None, :]))
     places = [_positions(Buffer.of(work.runs), rows), _positions(work.keys, keys)]
-    sees = _on(table, device)
-    q_at, k_at = (_on(place, device) for place in places)
-    q_of, k_of = (_on(mask.segment_of(place) % (len(index) + 1), device) for place in places)
+    sees = on_device(table, device)
+    q_at, k_at = (on_device(place, device) for place in places)
+    q_of, k_of = (on_device(mask.segment_of(place) % (len(index) + 1), device) for place in places)
     window = masks.window if masks.window is not None else mask.length + 1
 
     def visible(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:

@@ -96,7 +96,9 @@ class Abilities:
         saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
-        reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`.
+        reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`. Of a
+            model with `use_packed`, `context_parallel`: why ranks cannot share its tokens; `attention_mask`: why it
+            takes no other than "causal".
     """
 
     activation: Activation | None = None

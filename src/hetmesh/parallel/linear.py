@@ -8,7 +8,8 @@ Tensors of no elements are not sent: every rank of the group sees the same shape
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,54 @@ class Rowwise(ParallelStyle):
         module.leave = partial(leave, group=module.group)
         _shard(module, "weight", 1, device_mesh)
         return module
+
+
+@dataclass
+class OwnRows(ParallelStyle):
+    """Let a module compute with some rows of parameters of which every rank keeps all: what fused projections and the
+    parts behind them need, of which a share is no contiguous chunk (FSDP may cut them). Gradients are *partial*. Of an
+    nn.Linear the output is the share, and its input enters as in `Colwise`.
+
+    Attributes:
+        rows: names of parameters in the module -> the sizes of their segments, of each of which a rank takes its chunk.
+        sizes: attributes of the module that are divided by the number of ranks.
+    """
+
+    rows: Mapping[str, tuple[int, ...]]
+    sizes: tuple[str, ...] = ()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            module.__class__ = ColwiseLinear
+            assert isinstance(module, ColwiseLinear)
+            module.group = device_mesh.get_group()
+            module.enter, module.widths = Entry(module.group), None
+        for size in self.sizes:
+            setattr(module, size, getattr(module, size) // device_mesh.size())
+        # In its forward the attribute is that of the instance, before that which nn.Module looks up.
+        own = partial(self._narrow, device_mesh.get_local_rank(), device_mesh.size())
+        module.register_forward_pre_hook(own)
+        module.register_forward_hook(self._widen, always_call=True)
+        return module
+
+    def _narrow(self, rank: int, ranks: int, module: nn.Module, _: object) -> None:
+        for name, segments in self.rows.items():
+            owner, attribute = _owner(module, name)
+            chunks, start = [], 0
+            for size in segments:
+                chunks.append(owner._parameters[attribute].narrow(0, start + size // ranks * rank, size // ranks))
+                start += size
+            owner.__dict__[attribute] = torch.cat(chunks)
+
+    def _widen(self, module: nn.Module, *_: object) -> None:
+        for name in self.rows:
+            owner, attribute = _owner(module, name)
+            owner.__dict__.pop(attribute, None)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
 
 
 class Entry:

@@ -145,13 +145,14 @@ class ShardedTokens(AllTokens):
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of all tokens of the microbatch that is computed, if `split_lane` has seen them."""
+        """The shape of all tokens of the microbatch that is computed, if it is known."""
         return self._shapes.get(current_microbatch())
 
     def locate(self, batch: Mapping[str, Tensor], key: str) -> Tensor:
         return batch[SHARE + key]
 
     def as_input(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+        self._shapes[current_microbatch()] = tuple(shape)
         return flat[None]
 
     def mask(self, flat: Tensor) -> Tensor | None:
@@ -193,9 +194,8 @@ class _Gathered:
 
 
 class _Gather:
-    """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where B and S are known (from
-    the rotary embedding, which every rank has for all tokens, or because hooks split them), else
-    `[1, padded, features]`."""
+    """Before attention or MLP: `[1, share, features]` -> all tokens, `[B, S, features]` where tokens meet (known by the
+    arguments beside them) or hooks split them, else `[1, padded, features]`."""
 
     def __init__(self, group: dist.ProcessGroup, tokens: ShardedTokens) -> None:
         self.group, self.tokens = group, tokens
@@ -221,12 +221,11 @@ class _Gather:
             gathered = _Gathered(flat, whole, group)
             self.hooks = saved_tensors_hooks(gathered.pack, gathered.unpack)
             self.hooks.__enter__()
-        if self.tokens.by_hooks and (shape := self.tokens.shape) is not None:
+        meet = kwargs.keys() & {"attention_mask", "position_embeddings"}
+        if (self.tokens.by_hooks or meet) and (shape := self.tokens.shape) is not None:
+            if not self.tokens.by_hooks:
+                kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
             whole = whole[: math.prod(shape)].view(*shape, -1)
-        elif (rotary := kwargs.get("position_embeddings")) is not None:
-            batch, length = rotary[0].shape[:2]
-            kwargs = {**kwargs, "attention_mask": None}  # right padding and causal attention need none
-            whole = whole[: batch * length].view(batch, length, -1)
         else:
             whole = whole[None]
         return with_hidden(args, kwargs, whole)

@@ -6,6 +6,7 @@
 | `colwise_gather_output` | nn.Linear, output on every rank | `Shard(0)` | of its shard, complete |
 | `rowwise` | nn.Linear, sharded input, output on every rank | weight `Shard(1)`, bias plain | complete |
 | `replicated_with_grad_allreduce` | any module that works on a shard (norms of single heads) | plain | *partial* |
+| `OwnRows` (`linear.py`) | a mixer by heads and its fused parts | plain; each rank uses some rows | *partial* |
 | `KeyHeads` (`key_heads.py`) | an attention: ranks may share its key heads | none of its own | |
 | not in the plan | works on what every rank has in full | plain | complete, and equal on every rank |
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from hetmesh.errors import RecipeError
-from hetmesh.parallel.linear import Colwise, ColwiseLinear, Entry, Rowwise
+from hetmesh.parallel.linear import Colwise, ColwiseLinear, Entry, OwnRows, Rowwise
 
 GRAD_ALLREDUCE = "replicated_with_grad_allreduce"
 STYLES = ("colwise", "rowwise", "colwise_gather_output", GRAD_ALLREDUCE)
@@ -44,8 +45,10 @@ def apply_tensor_parallel(
             target = module.get_submodule(name)
             if style == GRAD_ALLREDUCE:
                 partial += [f"{name}.{p}" for p, _ in target.named_parameters()]
-            else:
-                parallelize_module(target, tp_mesh, _style(style), src_data_rank=None)
+                continue
+            if isinstance(style, OwnRows):
+                partial += [f"{name}.{p}" for p in style.rows]
+            parallelize_module(target, tp_mesh, _style(style), src_data_rank=None)
     _share_entries(module)
     return tuple(partial)
 

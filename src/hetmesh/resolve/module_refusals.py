@@ -80,6 +80,13 @@ def _packing(recipe: Recipe, name: str, adapter: Adapter, refusals: Refusals) ->
                 f"{key}: this {recipe.modules[name].model} cannot take its samples in one row"
                 f"{adapter.abilities.because('use_packed')}"
             )
+        elif mask != "causal" and "attention_mask" in adapter.abilities.reasons:
+            refusals.add(f"{key}: must be 'causal'{adapter.abilities.because('attention_mask')}")
+        elif degree > 1 and "context_parallel" in adapter.abilities.reasons:
+            refusals.add(
+                f"parallelism.{name}.context_parallel_degree = {degree}: ranks cannot share the tokens of this "
+                f"{recipe.modules[name].model}{adapter.abilities.because('context_parallel')}"
+            )
         if dropout := adapter.abilities.attention_dropout:
             refusals.add(
                 f"modules.{name}.config.attention_dropout = {dropout}: hetmesh's own attention, which {key} needs, "

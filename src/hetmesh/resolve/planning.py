@@ -138,8 +138,8 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, llm: str) -> ModuleFacts:
     abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
-    packs, splits = abilities.use_packed is not None, abilities.with_stages()
-    topology = recipe.wiring.topology
+    packs = abilities.use_packed is not None and "context_parallel" not in abilities.reasons
+    splits, topology = abilities.with_stages(), recipe.wiring.topology
     own, encoder = abilities.experts, not topology.inputs(name) and name != llm
     return ModuleFacts(
         shape,

@@ -250,6 +250,8 @@ def keeps_keys(adapter: Adapter, model: Any, packed: bool) -> bool:
     registry. `packed`: whether its attention is hetmesh's own (packing or another mask), which has no cache."""
     if packed or not isinstance(adapter, CausalLMAdapter) or adapter.abilities.use_packed is None:
         return False
+    if "attention_mask" in adapter.abilities.reasons:  # layers that remember more than keys and values
+        return False
     return _cache_argument(adapter.decoder_of(model)) is not None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import use_in
+from hetmesh.attention.mixers import looks_in_registry, mixers, use_in_mixer
 from hetmesh.context import Rule, runs_of_sample
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.module_graph import Activation
@@ -23,6 +24,7 @@ from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
 from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.mixer_probe import padded_mixers
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
 from hetmesh.models.split.text_plan import TextPlan, text_plan
@@ -34,6 +36,9 @@ from hetmesh.models.weights.stored_form import StoredForm
 from hetmesh.parallel.experts.block import ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.stage_views import PREVIOUS, prune
+
+ATTENTION_KINDS, TOKENWISE_KINDS = frozenset({"full_attention", "sliding_attention"}), frozenset({"mlp", "moe"})
+"""Of a config's `layer_types` those in which tokens meet by attention alone, and those in which they do not meet."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +84,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         return Abilities(
             activation=None if "activation" in reasons else Activation(config.hidden_size, padded=True),
             token_sharded=() if "token_sharded" in reasons else self._text_plan.token_sharded,
+            token_gathered=self._text_plan.token_gathered,
             splits_tokens=True,
             use_packed=None if "use_packed" in reasons else self.use_packed,
             layer_of_output=self.layer_of_output if takes_features else None,
@@ -138,9 +144,10 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         if self._experts is not None and not (self.packed or self.balance):  # which transformers' own blocks compute
             found["experts"] = "its samples are padded; set training.pack_samples = true"
-        kinds = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-        if kinds:
-            found["token_sharded"] = f"its layers of kind {sorted(kinds)} need all tokens, not a share"
+        unfit = {kind: how for kind, how in self._padded.items() if isinstance(how, str)}
+        unknown = "; ".join(f"its layers of kind {kind!r}: {why}" for kind, why in unfit.items())
+        if unfit:
+            found["token_sharded"] = unknown
         elif not self._text_plan.token_sharded:
             found["token_sharded"] = "tensor parallelism does not split the attention of all of its layers"
         elif self.whole.family.mask == "causal":  # masks are built from the shape of a share, unless packed
@@ -150,12 +157,11 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
                 found["token_sharded"] = "its attention is eager, which only a mask of all tokens makes causal"
         if not any(isinstance(style, KeyHeads) for style in self._text_plan.plan.values()):
             found["key_heads"] = "which ranks cannot share: not all of its attentions have a k_proj and v_proj of heads"
-        decoder = self.decoder_of(self.whole.model)
         if (cap := getattr(self.config, "attn_logit_softcapping", None)) is not None:
             found["use_packed"] = f"its attention caps its logits, attn_logit_softcapping = {cap}"
-        elif kinds:
-            found["use_packed"] = f"state of its layers of kind {sorted(kinds)} would leak from sample to sample"
-        elif not getattr(decoder, "_supports_attention_backend", False):
+        elif unfit:
+            found["use_packed"] = unknown
+        elif not self._attends_by_registry:
             found["use_packed"] = "its attention does not go through transformers' registry of attention functions"
         elif rope := _by_longest(self.config):
             found["use_packed"] = (
@@ -164,9 +170,49 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             )
         elif self._windows and self.whole.family.mask == "prefix":
             found["use_packed"] = "transformers lifts the sliding window within a prefix, hetmesh does not"
+        if kinds := sorted(self._mixed):
+            found["attention_mask"] = f"its layers of kind {kinds} know no other order than that of the tokens"
+        if padded := sorted(kind for kind, how in self._padded.items() if how is True):
+            found["context_parallel"] = f"its layers of kind {padded} take samples only whole, and padded"
         if self._embeds_in_layers or self._types:
             found |= dict.fromkeys(("activation", "token_sharded", "use_packed"), "its layers read all tokens, too")
         return found
+
+    @cached_property
+    def _kinds(self) -> Mapping[str, str]:
+        """The kind of each layer of the decoder by its FQN, as its config calls it; "" where it does not."""
+        count, decoder = getattr(self.config, "num_hidden_layers", 0), self.decoder_of(self._empty)
+        lists = {n: len(part) for n, part in decoder.named_children() if isinstance(part, nn.ModuleList)}
+        blocks = [
+            f"{self.whole.decoder}.{n}.{i}" for n, length in lists.items() if length == count for i in range(count)
+        ]
+        return dict(zip(blocks, getattr(self.config, "layer_types", None) or [""] * len(blocks), strict=False))
+
+    @cached_property
+    def _mixed(self) -> Mapping[str, str]:
+        """A layer of each kind whose tokens mix otherwise than by attention alone."""
+        known = ATTENTION_KINDS | TOKENWISE_KINDS | {""}
+        remember = {n for n in self._kinds if any(mixers(self._empty.get_submodule(n)))}
+        found = {kind: n for n, kind in self._kinds.items() if n in remember or kind not in known}
+        lost = set(getattr(self.config, "layer_types", None) or ()) - set(self._kinds.values()) - known
+        return found | dict.fromkeys(lost, "")
+
+    @cached_property
+    def _padded(self) -> Mapping[str, bool | str]:
+        """How these kinds take samples in one row: `padded_mixers`."""
+        module = build_empty(self) if self._mixed else self._empty
+        axes = (3,) if self.whole.positions == "rope_index" else ()
+        blocks = {name: module.get_submodule(name) for name in self._kinds}
+        return {kind: padded_mixers(self.decoder_of(module), blocks, name, axes) for kind, name in self._mixed.items()}
+
+    @property
+    def _attends_by_registry(self) -> bool:
+        """Whether its attention goes through transformers' registry of attention functions: its layers are asked where
+        transformers does not vouch for it because others are there, too."""
+        if not self._mixed:
+            return getattr(self.decoder_of(self.whole.model), "_supports_attention_backend", False)
+        blocks = [self._empty.get_submodule(name) for name, kind in self._kinds.items() if kind in ATTENTION_KINDS]
+        return all(any(map(looks_in_registry, block.modules())) for block in blocks)
 
     @property
     def _windows(self) -> bool:
@@ -192,8 +238,12 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         return model.get_submodule(self.whole.embedding)(ids)
 
     def use_packed(self, module: nn.Module) -> None:
-        """Let the decoder of `module` take samples in one row: its attention becomes hetmesh's own."""
+        """Let the decoder of `module` take samples in one row: its attention becomes hetmesh's own, and what its
+        other layers remember begins anew at each sample."""
         use_in(self.decoder_of(module), self.config)
+        for name, kind in self._kinds.items():
+            for mixer in mixers(module.get_submodule(name)) if kind in self._mixed else ():
+                use_in_mixer(mixer, padded=self._padded[kind] is True)
 
     @memoized
     def layers(self) -> tuple[str, ...]:
