@@ -21,7 +21,7 @@ from hetmesh.layout.intervals import coalesce, extent
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class TakenRows:
     """Rows that each rank takes from those that have them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Taken:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned(Taken):
+class Planned(TakenRows):
     """Keys that each rank takes from others, those that it needs. `work`: what this rank computes on its buffer."""
 
     work: KernelCalls
@@ -133,14 +133,14 @@ def _by_owner(wanted: Intervals, owners: Buffer, ranks: int) -> list[Intervals]:
     return [coalesce(part) for part in found]
 
 
-def taken_rows(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int) -> Taken:
+def taken_rows(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int) -> TakenRows:
     """What one rank gives, given what each takes."""
     spans = np.array([span for runs in taken for span in runs], np.int64).reshape(-1, 2).T
     starts, stops = merge(*spans)
     everything = tuple(zip(starts.tolist(), stops.tolist(), strict=True))
     served = _by_owner(everything, _owners(shares), len(shares))
     places = Buffer.of(shares[coordinate]).places(served[coordinate])
-    return Taken(RowSplit(0, taken), RowSplit(0, tuple(served)), places)
+    return TakenRows(RowSplit(0, taken), RowSplit(0, tuple(served)), places)
 
 
 def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks) -> Planned:

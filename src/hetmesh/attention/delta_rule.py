@@ -44,7 +44,7 @@ def delta_rule(
     """The gated delta rule over sequences that lie one after another.
 
     Args:
-        q, k: `[rows, key heads, dk]`; each serves so many heads of values in a row.
+        q, k: `[rows, key heads, dk]`; each serves a run of value heads.
         v: `[rows, heads, dv]`.
         g: `[rows, heads]`, logarithms of decays.
         beta: `[rows, heads]`.

@@ -14,7 +14,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from hetmesh.attention.attention_plan import Taken
+from hetmesh.attention.attention_plan import TakenRows
 from hetmesh.boundary import Exchange, Label, World
 from hetmesh.boundary.process_groups import context_channel
 from hetmesh.errors import BoundaryError
@@ -59,7 +59,7 @@ class Wires:
 def fetch(
     wires: Wires,
     shares: RowSplit,
-    chunk: Taken,
+    chunk: TakenRows,
     number: int,
     kv: Tensor,
     direction: Literal["forward", "backward"],
@@ -69,7 +69,7 @@ def fetch(
     return exchange(wires, plan, kv, wires.label(direction), _FIRST_TAG + 2 * number)
 
 
-def give_back(wires: Wires, shares: RowSplit, chunk: Taken, number: int, gradient: Tensor) -> Finish:
+def give_back(wires: Wires, shares: RowSplit, chunk: TakenRows, number: int, gradient: Tensor) -> Finish:
     """Start to send the gradient of a buffer to the owners of its rows; what comes belongs to `chunk.places`."""
     _, back = _plans(wires.mesh, shares, chunk.taken, chunk.served, (wires.length, *gradient.shape[1:]))
     return exchange(wires, back, gradient, wires.label("backward", " gradients"), _FIRST_TAG + 2 * number + 1)

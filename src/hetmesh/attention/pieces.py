@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hetmesh.attention.attention_plan import Taken, taken_rows
+from hetmesh.attention.attention_plan import TakenRows, taken_rows
 from hetmesh.context import Mask
 from hetmesh.context.mask_sources import merge
 from hetmesh.layout import Intervals, RowSplit
@@ -103,7 +103,7 @@ class Halo:
         out: int64: where in that each of this rank's rows is.
     """
 
-    taken: Taken
+    taken: TakenRows
     rows: np.ndarray
     out: np.ndarray
 
