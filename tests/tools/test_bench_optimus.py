@@ -57,7 +57,6 @@ def test_o10_order_and_bounds(load, gpus):
     beside, coarse = (filled.fill(dp, plan, constants, gaps=gaps, refine=gaps) for gaps in (True, False))
     megatron = [layouts.chain_seconds("mllm", dp, counts, constants) for _, counts in layouts.megatron_counts()]
     assert min(megatron) >= balanced > coarse.seconds > beside.seconds > llm + beside.traffic
-    assert beside.seconds < 1.02 * (llm + beside.traffic)
     least = filled.bound_of(dp, plan, constants).seconds
     assert least <= beside.seconds * (1 + 1e-9)
     assert beside.seconds < 1.005 * least
