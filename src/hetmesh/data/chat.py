@@ -244,6 +244,15 @@ class Chat:
         """Raise SampleError where the template fails, or leaves something out (`chat_template.check_written`)."""
         self._ask(sample_id, check_written, messages, further)
 
+    def check_text(self, sample_id: str, text: str, *, by_template: bool) -> None:
+        """Raise SampleError where a text holds what stands for media. `by_template`: the model's template says what."""
+        if used := sorted(piece for piece in self.reserved if piece in text):
+            other = "leave it out of the text" if by_template else "choose another placeholder"
+            raise SampleError(
+                f"sample {sample_id!r}: its text contains {used[0]!r}, which stands for media; write media as parts of "
+                f"`content`, or {other}"
+            )
+
     def _ask(
         self, sample_id: str, function: Callable[..., Any], messages: Sequence[tuple[str, str]], further: Further
     ) -> Any:

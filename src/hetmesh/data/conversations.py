@@ -10,7 +10,6 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import torch
@@ -18,17 +17,24 @@ from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.chat_template import THOUGHTS
-from hetmesh.data.generated import DIMS, OUT, Generated
+from hetmesh.data.generated import DIMS, OUT, Generated, check_trained
 from hetmesh.data.media_files import pyav
 from hetmesh.data.media_reader import KEY, MediaReader, reading
 from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
 from hetmesh.data.preparation import Preparation, Turns
 from hetmesh.data.source import Sample, SourceAbilities, wants
 from hetmesh.data.stores.columns import Columns
-from hetmesh.data.stores.open_store import check_exist, find_files, open_store
-from hetmesh.data.stores.store import Blob, FileSpan, Record, data_url
+from hetmesh.data.stores.open_store import check_exist, find_files, media_blob, open_store
+from hetmesh.data.stores.store import Blob, FileSpan, Record
 from hetmesh.data.stores.tar_shards import extension
-from hetmesh.data.turns import CALLS, DATA_URL, MARKS, check_unread, further_of, is_file_name, media_of, turns_of
+from hetmesh.data.turns import (
+    CALLS,
+    MARKS,
+    check_unread,
+    further_of,
+    parts_of,
+    turns_of,
+)
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph.meta_arrays import MetaArrays
 from hetmesh.graph.sample import SampleMeta
@@ -339,11 +345,7 @@ class ConversationsSource:
             ) from error
         named: list[tuple[str, str | None]] = []
         messages = [(role, self._text(name, content, named, role)) for role, content in turns]
-        if wrong := [i for i in sorted(further.untrained) for t in self._made.values() if t.token in messages[i][1]]:
-            raise SampleError(
-                f"sample {name!r}: turn {wrong[0]} is no target (`weight`, `train`), and its media are made, as "
-                f"{KEY} generated says; let the user give them, or leave `weight` and `train` out"
-            )
+        check_trained(name, messages, further.untrained, self._made, f"{KEY} generated")
         self._chat.check_written(name, messages, further)
         for i, (role, said) in enumerate(messages):
             spoken = said.strip() or any(further.keys[i].get(key) for key in (*CALLS, *THOUGHTS))
@@ -357,7 +359,7 @@ class ConversationsSource:
             form = kind.removesuffix(OUT)
             before = sum(other.removesuffix(OUT) == form for other, _ in named[:at])
             try:
-                media.append((kind, self._blob(index, at, form, value, before)))
+                media.append((kind, media_blob(self._store, index, at, form, value, before)))
             except (OSError, ValueError) as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
         for kind, count in self._store.media_counts(index).items():
@@ -370,39 +372,17 @@ class ConversationsSource:
                 )
         return stored, name, messages, media
 
-    def _blob(self, index: int, at: int, kind: str, value: str | None, before: int) -> Blob:
-        """Media item `at` of a record: a file, or in the record itself. Raises OSError if there is none."""
-        if value is None or is_file_name(value):
-            return self._store.media(index, kind, value, before)
-        if value.startswith(DATA_URL):
-            return data_url(value, lambda: list(media_of(turns_of(self._store.record(index).value)))[at][1])
-        if value.startswith("file://"):
-            return self._store.media(index, kind, unquote(urlsplit(value).path), before)
-        raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")
-
     def _text(self, name: str, content: Any, media: list[tuple[str, str | None]], role: str = "user") -> str:
         """The text of one turn; its media are appended to `media`."""
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        text = ""
-        for part in parts if isinstance(parts, list) else [parts]:
-            kind = part.get("type") if isinstance(part, dict) else None
-            value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
-            by_order = kind in KINDS and value is None and self._store.in_order
-            if part == {"type": kind} and kind in (*KINDS, *DIMS) and not by_order:
-                raise SampleError(f"sample {name!r}: it has more places for {kind!r} than files")
-            if kind not in ("text", *KINDS, *DIMS) or not (isinstance(value, str) or by_order):
-                raise SampleError(
-                    f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "
-                    f"with texts as values, got {part!r}"
-                )
+        text, kinds = "", (*KINDS, *DIMS)
+        try:
+            parts = list(parts_of(content, kinds, KINDS if self._store.in_order else ()))
+        except ValueError as error:
+            raise SampleError(f"sample {name!r}: {error}") from error
+        for kind, value in parts:
             if kind == "text":
                 assert isinstance(value, str)
-                if used := sorted(p for p in self._chat.reserved if p in value):
-                    other = "leave it out of the text" if self.preparation else "choose another placeholder"
-                    raise SampleError(
-                        f"sample {name!r}: its text contains {used[0]!r}, which stands for media; write media as parts "
-                        f"of `content`, or {other}"
-                    )
+                self._chat.check_text(name, value, by_template=self.preparation is not None)
                 text += value
                 continue
             if role == "assistant" and kind + OUT in self._made:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -13,7 +13,7 @@ from hetmesh.data.images import open_image, upright
 from hetmesh.data.media_files import read_recording
 from hetmesh.data.stores.store import Blob, npy_shape
 from hetmesh.data.turns import TENSOR
-from hetmesh.errors import RecipeError
+from hetmesh.errors import RecipeError, SampleError
 
 OUT = "_out"
 """Behind the type of a part of an assistant's turn: the kind of media that it is when it is made."""
@@ -92,3 +92,18 @@ class Generated:
             raise ValueError(f"it has the shape {list(found)}, not {list(self.fixed_shape)}")
         file.seek(0)
         return np.load(file, allow_pickle=False)
+
+
+def check_trained(
+    name: str,
+    messages: Sequence[tuple[str, str]],
+    untrained: Collection[int],
+    made: Mapping[str, Generated],
+    key: str,
+) -> None:
+    """Raise SampleError where a turn (role, text) that is no target has media that are made: their loss counts."""
+    if wrong := [i for i in sorted(untrained) for item in made.values() if item.token in messages[i][1]]:
+        raise SampleError(
+            f"sample {name!r}: turn {wrong[0]} is no target (`weight`, `train`), and its media are made ({key}); "
+            "let the user give them, or leave `weight` and `train` out"
+        )

@@ -272,3 +272,27 @@ def _parts(text: str, files: Mapping[str, _Files], breaks: Collection[str]) -> l
         text = text[at + len(mark) :]
         text = text.removeprefix("\n") if kind in breaks else text
     return [*parts, {"type": "text", "text": text}] if text else parts
+
+
+def parts_of(content: Any, kinds: Collection[str], in_order: Collection[str] = ()) -> Iterator[tuple[str, str | None]]:
+    """Kind and value of each part of a turn's `content`: `text`, or one of the `kinds` of media.
+
+    Args:
+        in_order: kinds whose files come in the order of their places, which then need not name them: the value is None.
+
+    Raises:
+        ValueError: a part is malformed, or has no file.
+    """
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts if isinstance(parts, list) else [parts]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+        unnamed = kind in in_order and value is None
+        if part == {"type": kind} and kind in kinds and not unnamed:
+            raise ValueError(f"it has more places for {kind!r} than files")
+        if kind not in ("text", *kinds) or not (isinstance(value, str) or unnamed):
+            raise ValueError(
+                f"a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} with texts as values, "
+                f"got {part!r}"
+            )
+        yield kind, value

@@ -9,13 +9,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
 from hetmesh.data.stores.columns import MEDIA, Columns
 from hetmesh.data.stores.store import STALE, Blob, FileSpan, Record, RecordBlob, Store, data_url
 from hetmesh.data.stores.tar_shards import TarShards
-from hetmesh.data.turns import DATA_URL, is_file_name
+from hetmesh.data.turns import DATA_URL, is_file_name, media_of, turns_of
 from hetmesh.errors import RecipeError, Refusals, SampleError
 from hetmesh.files import MAX_TEXT_BYTES, from_json, hub_hint, open_file, place_in, read_file
 
@@ -160,6 +161,18 @@ def open_store(
     if len(files) > 1:
         raise RecipeError(f"{key} = {path!r}: of JSON or CSV files give one, or make tar shards or tables of them")
     return JsonFile(files[0], folders, key, columns, arrays)
+
+
+def media_blob(store: Store, index: int, at: int, kind: str, value: str | None, before: int) -> Blob:
+    """Media item `at` of record `index`, the one after `before` of its kind: a file, or in the record itself. Raises
+    OSError if there is none."""
+    if value is None or is_file_name(value):
+        return store.media(index, kind, value, before)
+    if value.startswith(DATA_URL):
+        return data_url(value, lambda: list(media_of(turns_of(store.record(index).value)))[at][1])
+    if value.startswith("file://"):
+        return store.media(index, kind, unquote(urlsplit(value).path), before)
+    raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")
 
 
 def find_files(path: str, key: str) -> tuple[Path, ...]:
