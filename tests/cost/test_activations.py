@@ -174,6 +174,7 @@ def test_under_sequence_parallelism_only_shares_are_kept_of_what_was_gathered(mo
             torch._dynamo.reset()
             block.forward = torch.compile(block.forward, backend=backend, dynamic=True)
         x = torch.randn(1, rows // ranks, 512, dtype=dtype, requires_grad=True)
+        module.hetmesh_tokens.as_input(x.detach()[0], (BATCH, LENGTH))  # which notes the shape, as a forward does
         held = nn.ParameterList([*(nn.Parameter(local_part(p)) for p in module.parameters()), nn.Parameter(cos)])
         own = sequence_parallel._Gathered.pack
 

@@ -99,6 +99,8 @@ CASES: Mapping[str, Case] = {
     "qwen2_5_vl": Case(CP_PP, tied=True),
     "qwen3_vl": Case(FSDP, "bfloat16", tied=True, hub=False),
     "qwen3_vl_moe": Case(MOVING, "bfloat16", largest="20KB"),
+    "qwen3_5": Case(CP_PP, "bfloat16", tied=True, hub=False),
+    "qwen3_5_moe": Case(DP_TP, tied=False, largest="20KB"),
     "glm4v": Case(SP, hub=False, vocabulary=UNEVEN, largest="20KB"),
     "qwen2_audio": Case(DP_TP, "float16", hub=False),
     "qwen2_5_omni": Case(FSDP, "bfloat16", tied=True, largest="20KB"),
@@ -191,8 +193,10 @@ def evaluated(trainer: Trainer) -> tuple[Logits, float]:
     run = job.runtime.run
 
     def watched(schedule: Any, plan: Any, feed: Any, observe: Any, **more: Any) -> Any:
+        llm = job.graph.llm.name
+
         def watch(m: int, logits: Tensor, batch: Mapping[str, Tensor]) -> None:
-            observe(m, logits, batch)
+            observe[llm](m, logits, batch)
             if job.vocabulary is not None:
                 shares = [None] * len(job.vocabulary.widths)
                 dist.all_gather_object(shares, logits, group=job.vocabulary.group)
@@ -202,7 +206,7 @@ def evaluated(trainer: Trainer) -> tuple[Logits, float]:
             index = batch.get("target_index", torch.arange(len(logits))).tolist()
             found.update((places[k], row.clone()) for k, row in zip(index, logits, strict=True))
 
-        return run(schedule, plan, feed, None if observe is None else watch, **more)
+        return run(schedule, plan, feed, {**observe, llm: watch} if llm in observe else observe, **more)
 
     with patch.object(job.runtime, "run", watched):
         loss = evaluate(job, held_out(trainer.recipe), SAMPLES).loss

@@ -10,8 +10,6 @@ import torch
 
 from hetmesh.boundary import World
 from hetmesh.cli.check import checked
-from hetmesh.errors import RecipeError
-from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing.parity import Outcome, ParityError, compare, run
 from support import faults, plain_digits
 from support.recipes import FEATURES, RecipeCase, draw_recipes, to_toml
@@ -71,6 +69,11 @@ def work(case: RecipeCase) -> int:
     stages = sum(mesh.axis_size("pp") for mesh in recipe.wiring.meshes.values())
     microbatches = recipe.batch.num_microbatches * recipe.batch.global_batch_size
     return len(recipe.wiring.ranks) * (10 + stages * microbatches) * (4 if has_run(recipe) else 1)
+
+
+def learns(outcome: Outcome) -> bool:
+    """Whether anything has a gradient: not where the one sample of a batch has nothing for what is trained."""
+    return any(gradient is not None and bool(gradient.any()) for gradient in outcome.gradients.values())
 
 
 def varied(cases: list[RecipeCase], count: int) -> Iterator[RecipeCase]:
@@ -140,7 +143,8 @@ def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, 
     monkeypatch.setattr(fuzz, "reference", wrong)
     pools = fuzz.Pools(pool(4), pool(8))
     exact = [case for case in draw_recipes(20, 5) if case.recipe.training.dtype == "float64"]
-    case = min((case for case in exact if fuzz.oracle(case.recipe) != fuzz.REPEATED), key=work)
+    judged = sorted((case for case in exact if fuzz.oracle(case.recipe) != fuzz.REPEATED), key=work)
+    case = next(case for case in judged if learns(right(case.recipe, 1, fuzz.LR)))
     error = fuzz.problem(pools, case, steps=1)
     assert isinstance(error, ParityError)
     small = fuzz.simplest(case, lambda other: fuzz.problem(pools, other, steps=1) is not None, tries=3)
@@ -226,15 +230,3 @@ def test_the_plain_loop_knows_nothing_of_hetmesh():
     assert "import hetmesh" not in (source := Path(plain_digits.__file__).read_text())
     assert "from hetmesh" not in source
     assert "hetmesh" not in {name.split(".")[0] for name in vars(sys.modules[plain_digits.__name__])}
-
-
-@pytest.mark.slow
-def test_sequence_parallelism_is_not_drawn_with_layers_that_need_all_tokens_and_is_refused():
-    cases = draw_recipes(16, 2, 4, graphs=("directories",))
-    linear = [case for case in cases if "linear_attention" in case.features]
-    assert not any("sequence parallel" in case.features for case in linear)
-    case = next(case for case in linear if case.recipe.wiring.meshes["llm"].axis_size("tp") > 1)
-    tables = tomli.loads(case.text)
-    tables["parallelism"].get("llm", tables["parallelism"])["enable_sequence_parallel"] = True
-    with pytest.raises(RecipeError, match=r"layers of kind \['linear_attention'\]"):
-        checked(parse_recipe(tables))

@@ -171,7 +171,7 @@ def refusal(given):
 
 
 def test_what_cannot_be_is_refused_with_its_keys():
-    says = "'bubble_fill': no encoder shares ranks with 'llm' (2,3), whose gaps it would fill; put one there, or take"
+    says = "'bubble_fill': no encoder, nor a module after the LLM, shares ranks with 'llm' (2,3), whose gaps it would"
     assert says in refusal(filled("1f1b", table("vision", "0-1"), table("llm", "2-3", pp=2)))
     says = "parallelism.bubble_fill_in_flight = 1: bubble_fill: stage vision.0 may hold 1 microbatches at a time, but"
     assert says in refusal(filled("1f1b", *OVER_BOTH_STAGES, extra="bubble_fill_in_flight = 1"))

@@ -39,11 +39,12 @@ def placeholder_rows(graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> dic
     replace it, else those that a module after the LLM reads. Raises RecipeError: modules after it read other numbers.
     """
     found: dict[str, ItemRows] = {}
-    for b in graph.boundaries:
-        for kind in kinds_of(b.at or "") if not graph.out_of_llm(b) else ():
+    placed = [(b, kinds_of(b.at)) for b in graph.boundaries if b.at is not None]
+    for b, kinds in placed:
+        for kind in kinds if not graph.out_of_llm(b) else ():
             found[kind] = _rows_of_item(graph, adapters, b.source)
-    for b in graph.boundaries:
-        for kind in kinds_of(b.at or "") if graph.out_of_llm(b) else ():
+    for b, kinds in placed:
+        for kind in kinds if graph.out_of_llm(b) else ():
             reads = _rows_read(graph, adapters, b.destination)
             found[kind] = _alike(found[kind], reads, b) if kind in found else reads
     return found

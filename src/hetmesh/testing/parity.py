@@ -322,7 +322,7 @@ def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:
         total = sum(outcome.losses[step] for outcome in ranks)
         errors[f"loss of step {step}"] = abs(total - loss) / max(abs(loss), 1e-12)
         for name, own in expected.of_modules[step].items() if expected.of_modules else ():
-            given = sum(outcome.of_modules[step].get(name, 0.0) for outcome in ranks)
+            given = sum(outcome.of_modules[step].get(name, 0.0) for outcome in ranks if outcome.of_modules)
             errors[f"loss of {name} in step {step}"] = abs(given - own) / max(abs(own), 1e-12)
     whole = math.hypot(*_module_norms(expected.gradients).values())
     for rank, outcome in enumerate(ranks):
