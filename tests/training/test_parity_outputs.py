@@ -9,6 +9,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from support import faults, tiny_vlms
+from support.drawer_parts import FLOW
 
 READER = """
 [modules.vision]
@@ -34,23 +35,7 @@ num_attention_heads = 4
 head_dim = 4
 intermediate_size = 20
 """
-DRAWER = """
-[modules.drawer]
-model = "flow"
-[modules.drawer.config]
-queries = 3
-hidden_size = 8
-num_hidden_layers = 2
-num_attention_heads = 2
-patch_size = 4
-[modules.drawer.loss]
-kind = "flow_matching"
-weight = 0.7
-[[boundaries]]
-from = "llm"
-to = "drawer"
-at = "drawing"
-"""
+DRAWER = FLOW.replace("image_out", "drawing")
 POSE = """
 [modules.pose]
 model = "mlp"

@@ -28,7 +28,7 @@ from hetmesh.graph import ModuleGraph, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.named.diffusion import DiffusersAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
-from hetmesh.models.user.adapters import UserSink
+from hetmesh.models.user.adapters import UserLlm
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.recipe.recipe import Recipe
@@ -116,7 +116,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             batch = adapters[name].collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id)
             kind = recipe.modules[name].attention_mask
             sees: AbstractContextManager[None] = nullcontext()
-            if kind != "causal" and isinstance(adapters[name], UserSink):
+            if kind != "causal" and isinstance(adapters[name], UserLlm):
                 own: Any = DenseAttention(dense_mask(kind, metas, batch["input_ids"].shape[1]))
                 batch = PackedRows(batch, own)
             elif kind != "causal":

@@ -193,7 +193,7 @@ class UserGenerator(GeneratorAdapter, UserAdapter):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class UserSink(UserAdapter):
+class UserLlm(UserAdapter):
     """A user's LLM, which gets the whole batch and computes the logits of the targets."""
 
     sources: Mapping[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hetmesh._torch_compat import tree_leaves
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import AdapterRequest
-from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink
+from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserLlm
 from hetmesh.models.user.probe import MAX_PARAMETERS, n_parameters, sample_calls
 from hetmesh.models.weights.build import build_empty
 from hetmesh.parallel.stage_views import PassThrough
@@ -87,7 +87,7 @@ def _inputs(adapter: UserAdapter, vocab_size: int) -> tuple[Tensor, tuple[Any, .
     assert between is not None
     shape: tuple[int, ...] = (2 * between.per_row, between.features)
     read: tuple[Any, ...] = (None,)
-    if isinstance(adapter, UserSink):
+    if isinstance(adapter, UserLlm):
         (batch, _), _ = sample_calls(adapter, max(vocab_size, 2))
         tokens = batch["input_ids"]
         every_token = {"target_positions": torch.arange(tokens.numel()), "targets": tokens.flatten()}
@@ -106,12 +106,12 @@ def enters_layers_once(adapter: UserAdapter, example: nn.Module, vocab_size: int
     """
     if isinstance(adapter, UserItemsEncoder):
         return False
-    if isinstance(adapter, UserSink) and vocab_size < 2:
+    if isinstance(adapter, UserLlm) and vocab_size < 2:
         return True
     device = "cpu" if n_parameters(example) <= MAX_PARAMETERS else "meta"
     together, apart = sample_calls(adapter, vocab_size)
     calls = [together, *apart, tuple(map(_zeros, apart[0]))]  # a lane without items gets zeros
-    if isinstance(adapter, UserSink):
+    if isinstance(adapter, UserLlm):
         batch, inputs = apart[0]
         text = {key: value[:0] if key.startswith("positions.") else value for key, value in batch.items()}
         calls.append((text, {source: rows[:0] for source, rows in inputs.items()}))

@@ -27,7 +27,7 @@ from hetmesh.models.user.adapters import (
     UserEncoder,
     UserGenerator,
     UserItemsEncoder,
-    UserSink,
+    UserLlm,
     sharded_layers,
 )
 from hetmesh.models.user.layer_probes import enters_layers_once, first_layers
@@ -90,7 +90,7 @@ def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) ->
     abilities = adapter.abilities
     if abilities.token_sharded:
         check_token_shares(adapter, example, request)
-    if isinstance(adapter, UserSink) and abilities.use_packed is not None:
+    if isinstance(adapter, UserLlm) and abilities.use_packed is not None:
         check_packing(adapter, example, request)
     reason = check_samples(adapter, example, request) or ""
     abilities = replace(abilities, gathered_whole=not enters_layers_once(adapter, example, request.vocab_size))
@@ -128,7 +128,7 @@ def _adapter(
         return _generator(example, common, {**place, "queries": _size(request, get, "queries")}, request)
     if not request.consumers:
         width = _size(request, get, "in_features") if request.placeholders else None
-        return UserSink(**common, in_features=width, sources=request.sources)
+        return UserLlm(**common, in_features=width, sources=request.sources)
     common["out_features"] = _size(request, get, "out_features")
     if not request.placeholders:
         return _encoder(example, common, get, request)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hetmesh._processes import one_torch_thread
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import NONE, Adapter
-from hetmesh.models.user.adapters import UserAdapter, UserSink
+from hetmesh.models.user.adapters import UserAdapter, UserLlm
 from hetmesh.models.user.probe import (
     MAX_PARAMETERS,
     Call,
@@ -45,7 +45,7 @@ def reason_not_compared(
 ) -> str | None:
     """Compare the module whole with itself on `degree` ranks, in float64, on several samples, without dropout. `where`:
     the key of the plan, for errors. Returns why it could not be compared; None if it was."""
-    if not isinstance(adapter, UserAdapter) or (isinstance(adapter, UserSink) and vocab_size < 2):
+    if not isinstance(adapter, UserAdapter) or (isinstance(adapter, UserLlm) and vocab_size < 2):
         return "no input for it is known"
     call, _ = sample_calls(adapter, vocab_size)
     try:

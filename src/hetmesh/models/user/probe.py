@@ -36,7 +36,7 @@ from hetmesh.models.user.adapters import (
     UserEncoder,
     UserGenerator,
     UserItemsEncoder,
-    UserSink,
+    UserLlm,
     sharded_layers,
 )
 from hetmesh.models.weights.build import build_module
@@ -181,7 +181,7 @@ class SameDraws(TorchDispatchMode):
 def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call]]:
     """A call with several samples (two of different lengths for an LLM, three for others), and one with each alone."""
     generator = torch.Generator().manual_seed(0)
-    if isinstance(adapter, UserSink):
+    if isinstance(adapter, UserLlm):
         count, call = 2, _language_calls(adapter, vocab_size, generator)
     elif isinstance(adapter, UserGenerator):
         count, call = 3, _generator_calls(adapter, generator)
@@ -215,7 +215,7 @@ def _generator_calls(of: UserGenerator, generator: torch.Generator) -> Callable[
     return call
 
 
-def _language_calls(adapter: UserSink, vocab_size: int, generator: torch.Generator) -> Callable[[list[int]], Call]:
+def _language_calls(adapter: UserLlm, vocab_size: int, generator: torch.Generator) -> Callable[[list[int]], Call]:
     """Calls with some of two samples: a row of each source at their beginning, two targets at their end."""
     placeholders = {at: vocab_size + i for i, at in enumerate(adapter.sources.values())}
     shortest = len(placeholders) + 3
@@ -246,7 +246,7 @@ def check_samples(adapter: UserAdapter, example: nn.Module, request: AdapterRequ
     be tried, in training or in evaluation; None if it was."""
     if n_parameters(example) > MAX_PARAMETERS:
         return f"it has more than {MAX_PARAMETERS:,} parameters; try a small one of the class"
-    if isinstance(adapter, UserSink) and request.vocab_size < 2:
+    if isinstance(adapter, UserLlm) and request.vocab_size < 2:
         return "its data has no tokens"
     modules = [build_module(adapter, request.name, 0, torch.float64) for _ in range(2)]
     where, notes = f"{request.key}: {type(example).__name__}", list[str]()
@@ -272,7 +272,7 @@ def _compare_samples(
         torch.manual_seed(0)
         return adapter.forward(module, *call)
 
-    llm = isinstance(adapter, UserSink)
+    llm = isinstance(adapter, UserLlm)
     with torch.no_grad():
         with not_probed_if_it_fails("its forward of random inputs"):
             whole, again, other = (run(module, forward, together) for module in (modules[0], *modules))
@@ -317,7 +317,7 @@ def _compare_samples(
     )
 
 
-def check_packing(adapter: UserSink, example: nn.Module, request: AdapterRequest) -> None:
+def check_packing(adapter: UserLlm, example: nn.Module, request: AdapterRequest) -> None:
     """Compare two samples, padded, with the same samples in one row: in float64, with random weights."""
     if n_parameters(example) > MAX_PARAMETERS or request.vocab_size < 2:
         return
