@@ -265,6 +265,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         'boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = "image"; '
         "'head' is the LLM, as no module follows it and it has no loss of its own",
     ),
+    "no weight": (
+        "[parallelism.vision]",
+        '[modules.llm.loss]\nkind = "cross_entropy"\nweight = 0.0\n[parallelism.vision]',
+        "modules.llm.loss.weight = 0: no loss trains anything; give one of them a weight above 0",
+    ),
     "at misplaced": (
         'to = "projector"',
         'to = "projector"\nat = "image"',

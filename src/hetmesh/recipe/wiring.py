@@ -9,7 +9,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hetmesh.errors import GraphError, RecipeError, Refusals
-from hetmesh.graph.module_graph import LANE_AXES, LossSpec, Unit, expert_axis, experts_mesh, with_neighbours_meshes
+from hetmesh.graph.module_graph import (
+    LANE_AXES,
+    NEXT_TOKEN,
+    LossSpec,
+    Unit,
+    expert_axis,
+    experts_mesh,
+    with_neighbours_meshes,
+)
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
@@ -215,6 +223,9 @@ def _check_losses(losses: Mapping[str, LossSpec], topology: Topology) -> None:
             refusals.add(
                 f"{key}.unit = 'latents': only a module after {topology.llm!r} makes any; take frames or items"
             )
+    if not any(loss.weight for loss in ({topology.llm: NEXT_TOKEN} | dict(losses)).values()):
+        keys = ", ".join(f"modules.{name}.loss.weight" for name in losses)
+        refusals.add(f"{keys} = 0: no loss trains anything; give one of them a weight above 0")
     refusals.finish()
 
 
