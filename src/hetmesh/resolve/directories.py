@@ -33,13 +33,14 @@ def directory_of(recipe: Recipe) -> Pretrained | None:
 
 
 def up_to_llm(recipe: Recipe) -> Recipe:
-    """`recipe` without the modules after the LLM and what feeds these alone, none of which a directory's model has."""
+    """`recipe` without the modules after the LLM and what feeds these alone, none of which a directory's model has, and
+    without the losses of the others: the LLM's may have weight 0 only because of a loss that is left out."""
     topology = recipe.wiring.topology
     kept = {recipe.llm, *topology.upstream(recipe.llm)}
     if len(kept) == len(recipe.modules):
         return recipe
     tables = {name: getattr(recipe, name) for name in Recipe.model_fields}
-    tables["modules"] = {name: module for name, module in recipe.modules.items() if name in kept}
+    tables["modules"] = {name: m.model_copy(update={"loss": None}) for name, m in recipe.modules.items() if name in kept}
     tables["boundaries"] = tuple(b for b in recipe.boundaries if b.destination in kept)
     own = {name: table for name, table in recipe.parallelism.modules.items() if name in kept}
     tables["parallelism"] = recipe.parallelism.model_copy(update={"modules": own})
