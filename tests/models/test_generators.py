@@ -275,7 +275,7 @@ def test_a_users_class_predicts_rows_of_items():
     none[""].sum().backward()
     assert none[""].shape == (0, 3)
     assert not module.linear.weight.grad.any()
-    with pytest.raises(RecipeError, match=r"modules.drawer: WrongShape: .* a prediction of shape .*, 4, 3\), got .*, 3,"):
+    with pytest.raises(RecipeError, match=r"modules.drawer: WrongShape: .* prediction of shape .*, 4, 3\), got .*, 3,"):
         user_adapter("WrongShape")
 
 

@@ -64,7 +64,7 @@ LOSS = '[modules.drawer.loss] # added to the LLM\'s cross-entropy\nkind = "flow_
 AFTER = '[[boundaries]]\nfrom = "llm"\nto = "drawer"\nat = "image_out"'
 CONNECTED = f'[modules.connector]\nmodel = "mlp"\n{AFTER.replace("drawer", "connector")}\n[[boundaries]]\n'
 CONNECTED += 'from = "connector"\nto = "drawer"'
-ENCODER = 'config = { hidden_size = 4, num_hidden_layers = 1, num_attention_heads = 1, patch_size = 4 }'
+ENCODER = "config = { hidden_size = 4, num_hidden_layers = 1, num_attention_heads = 1, patch_size = 4 }"
 AUTOENCODER = f'[modules.encoder]\nmodel = "siglip"\n{ENCODER}\n[[boundaries]]\nfrom = "encoder"\nto = "drawer"'
 NO_LOSS = r"modules\.drawer\.loss is missing: .* its own; 'llm' is the LLM, to which rows with `at` go, or from w.*"
 MISTAKES = {
