@@ -12,7 +12,7 @@ from hetmesh.graph import SampleMeta
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.balance_view import balance_view
 from hetmesh.resolve.predictions import simulate_recipe
-from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.resolved import check_first_batch, resolve
 from hetmesh.resolve.summary import summary
 from support import drawer_parts as parts
 
@@ -86,6 +86,16 @@ MISTAKES = {
         "",
         r"boundaries\[2\]\.at is missing: name the placeholder of the tokens whose hidden states 'drawer' reads, .*",
     ),
+    "at of nothing": (
+        'at = "image_out"',
+        'at = "image_uot"',
+        r"boundaries\[2\]\.at = 'image_uot': data source 'digits' has the placeholders \['image', 'image_out'\]",
+    ),
+    "no such layer": (
+        AFTER,
+        AFTER + '\nlayer = "layers.1"',
+        r"boundaries\[2\]\.layer = 'layers.1': of 'llm' hidden states behind model.layers.0 to model.norm can be .*",
+    ),
     "at twice": (
         AFTER,
         CONNECTED + '\nat = "image_out"',
@@ -102,14 +112,18 @@ def test_one_mistake_is_one_line_that_names_its_key(mistake):
         assert before in text
         text = text.replace(before, after)
     with pytest.raises(RecipeError) as caught:
-        parse_recipe(text)
+        resolve(parse_recipe(text))
     assert re.fullmatch(says, str(caught.value)), caught.value
 
 
 def test_items_that_seq_len_cuts_are_told_with_the_key():
-    drawn = resolve(load_recipe(DRAW, ("--modules.drawer.config.queries=400",))).loader().batch(0)
+    resolved = resolve(load_recipe(DRAW, ("--modules.drawer.config.queries=400",)))
+    drawn = resolved.loader().batch(0)
     places = [i for i in range(len(drawn)) if not drawn.given.num_targets[i]]
     assert f"(training.seq_len = 128 cuts the media of {len(places)})" in describe_without_targets(drawn, places, 128)
+    assert check_first_batch(resolved) == [
+        "modules.drawer.loss: the first batch has no latents of it; training.seq_len = 128 may cut them"
+    ]
 
 
 def test_an_encoder_in_the_place_of_the_llm_is_told_what_put_it_there():
