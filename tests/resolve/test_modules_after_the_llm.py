@@ -133,6 +133,15 @@ def test_an_encoder_in_the_place_of_the_llm_is_told_what_put_it_there():
         resolve(parse_recipe("\n".join([text, seen, parts.FLOW.replace('at = "image_out"', "")])))
 
 
+@pytest.mark.parametrize(("weights", "left"), [((1, 0), ["drawer"]), ((0, 1), []), ((1, 1), [])])
+def test_a_module_that_only_weight_decay_would_change_is_told(weights, left):
+    llm = f"--modules.llm.loss={{kind = 'cross_entropy', weight = {weights[0]}}}"
+    resolved = resolve(load_recipe(DRAW, (llm, f"--modules.drawer.loss.weight={weights[1]}")))
+    assert [note.split(":")[0] for note in resolved.notes] == [f"modules.{name}" for name in left]
+    frozen = ("--modules.drawer.trainable=false", f"--modules.drawer.loss.weight={weights[1]}")
+    assert not resolve(load_recipe(DRAW, (llm, *frozen))).notes
+
+
 def test_the_summary_says_what_is_added_up():
     lines = [*summary(resolve(load_recipe(DRAW, ("--modules.drawer.loss.weight=0.5",))))]
     flow = "0.5 x flow_matching of drawer per row of targets"

@@ -40,7 +40,7 @@ from hetmesh.recipe.sections import Balance
 from hetmesh.resolve.deferral import DeferralChoice, choose_deferral
 from hetmesh.resolve.directories import up_to_llm
 from hetmesh.resolve.media import check_extents, check_placed, media_extents
-from hetmesh.resolve.module_refusals import uncompared_plans
+from hetmesh.resolve.module_refusals import uncompared_plans, untrained
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
@@ -247,6 +247,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     if adapters is not None and not refusals.said:
         with refusals.collect():
             notes = uncompared_plans(recipe.modules, recipe.wiring.meshes, adapters, source.vocab_size)
+            notes += untrained(recipe)
     refusals.finish()
     assert adapters is not None
     assert graph is not None
