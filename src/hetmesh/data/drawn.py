@@ -72,9 +72,12 @@ class DrawnBatch(Sequence[DrawnSample]):
 
 
 def describe_without_targets(drawn: DrawnBatch, places: Sequence[int], seq_len: int) -> str:
-    """The samples at `places`, which have no target token, by their ids, and why they have none."""
-    cut = int((drawn.given.num_targets[list(places)] > 0).sum())
-    why = f" (training.seq_len = {seq_len} cuts the targets of {cut})" if cut else " (the data source gives them none)"
+    """The samples at `places`, of which no loss counts anything, by their ids, and why."""
+    at = list(places)
+    cut = int((drawn.given.num_targets[at] > 0).sum())
+    lost = int((drawn.dropped_media[at] > 0).sum())
+    cuts = " and ".join(f"the {what} of {n}" for what, n in (("targets", cut), ("media", lost)) if n)
+    why = f" (training.seq_len = {seq_len} cuts {cuts})" if cuts else " (the data source gives them none)"
     return drawn.names(places) + why
 
 
