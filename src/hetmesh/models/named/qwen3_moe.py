@@ -41,11 +41,9 @@ def two_halves(module: nn.Module) -> nn.Module:
 
 def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> ExpertLayers | None:
     """The experts' blocks of a model with a config like Qwen3-MoE's; None: none. `prefix`: of the decoder's layers."""
-    sparse = [
-        i
-        for i in range(config.num_hidden_layers)
-        if config.num_experts > 0 and i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0
-    ]
+    dense, step = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)  # Qwen3.5 has none
+    layers = range(config.num_hidden_layers if config.num_experts > 0 else 0)
+    sparse = [i for i in layers if i not in dense and (i + 1) % step == 0]
     if not sparse:
         return None
     blocks = tuple(f"{prefix}.{i}.mlp" for i in sparse)

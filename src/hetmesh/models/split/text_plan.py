@@ -130,14 +130,12 @@ def _key_heads(
 
 
 def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
-    """The plan without the groups of which one style is not hetmesh's, or does not suit its module."""
+    """The plan without the groups of which one style is not hetmesh's, or does not suit its module; a module of fused
+    experts is such a group by itself."""
     unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
-    holders = {pattern.rpartition(".")[0] for pattern in unknown}
-    return {
-        pattern: style
-        for pattern, style in plan.items()
-        if not any(pattern.startswith(f"{holder}.") for holder in holders)
-    }
+    fused = {p for p in unknown if any("down_proj" in module.get_submodule(n)._parameters for n in matching(module, p))}
+    holders = fused | {pattern.rpartition(".")[0] for pattern in unknown if not within(pattern, *fused)}
+    return {pattern: style for pattern, style in plan.items() if not within(pattern, *holders)}
 
 
 def _with_norms(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
