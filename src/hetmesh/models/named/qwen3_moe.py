@@ -147,7 +147,7 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         return {
             pattern: style
             for pattern, style in plan.items()
-            if ".mlp.experts" not in pattern and (dense or ".mlp." not in pattern)
+            if ".mlp.experts" not in pattern and (dense or ".mlp." not in pattern or ".shared_expert." in pattern)
         }
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
@@ -165,7 +165,7 @@ def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
 def _check_experts(request: AdapterRequest, config: Any) -> None:
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         positive_int(request, key, getattr(config, key))
-    step, layers = config.decoder_sparse_step, config.num_hidden_layers
+    step, layers = getattr(config, "decoder_sparse_step", 1), config.num_hidden_layers
     if not 1 <= step <= layers:
         raise RecipeError(
             f"{request.key}.config.decoder_sparse_step = {step!r}: the interval between layers with experts; valid are "
