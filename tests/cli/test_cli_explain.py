@@ -36,7 +36,12 @@ def test_errors_are_those_of_check(capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"), [("siglip_qwen3_8b", "8,190,735,360"), ("qwen3_vl_30b_a3b", "30,532,122,624")]
+    ("name", "parameters"),
+    [
+        ("siglip_qwen3_8b", "8,190,735,360"),
+        ("qwen3_vl_30b_a3b", "30,532,122,624"),
+        ("qwen3_5_35b_a3b", "34,660,610,688"),
+    ],
 )
 def test_check_accepts_the_large_recipes(name, parameters, capsys):
     assert main(["check", str(RECIPES / f"{name}.toml")]) == 0

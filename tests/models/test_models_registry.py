@@ -150,7 +150,8 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
         (
             {"vision": Module("x")},
             r"unknown model 'x'\. Valid are: clip, diffusers, diffusers_vae, flow, hf_encoder, hf_llm, hf_projector, "
-            r"llama, mlp, qwen3, qwen3_moe, qwen3_vl_moe_text, qwen3_vl_text, qwen3_vl_vision, siglip, whisper, "
+            r"llama, mlp, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_vl_moe_text, qwen3_vl_text, "
+            r"qwen3_vl_vision, siglip, whisper, "
             r"package\.module:Class$",
         ),
         (

@@ -357,7 +357,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "whisper": _models("whisper"),
     "qwen3": _models("qwen3"),
     "llama": _models("llama"),
-    "experts": _models("qwen3_moe", "qwen3_vl_moe_text"),
+    "experts": _models("qwen3_moe", "qwen3_vl_moe_text", "qwen3_5_moe_text"),
     "qwen3_vl": _models("qwen3_vl_vision"),
     "own models": lambda r: any(module.model.startswith(OWN) for module in r.modules.values()),
     "branch of training": lambda r: any(m.config.get("branch", "none") != "none" for m in r.modules.values()),

@@ -45,6 +45,7 @@ def llm(more="", **degrees):
         "tp": "tensor_parallel",
         "cp": "context_parallel",
         "fsdp": "data_parallel_shard",
+        "ep": "expert_parallel",
     }
     lines = [f"{names.get(key, key)}_degree = {value}" for key, value in degrees.items()]
     return "\n".join(['[parallelism.vision]\nranks = "0-3"\n[parallelism.llm]\nranks = "0-3"', *lines, more]) + "\n"
@@ -74,13 +75,24 @@ LAYOUTS = {
     "sp, pp": stages("1f1b", tp=2).replace("tensor", f"{SHARES}\ntensor"),
     "sp, fsdp, again": llm(f"{SHARES}\n{AGAIN}", tp=2, fsdp=2),
 }
-OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
+EXPERTS = {
+    "ep 2": llm(ep=2),
+    "ep 2, fsdp 2, again": llm(AGAIN, ep=2, fsdp=4),
+    "ep 2, cp 2": llm(ep=2, cp=2),
+    "ep 2, tp 2": llm(ep=2, tp=2),
+    "ep 2, tp 2, sp": llm(SHARES, ep=2, tp=2),
+    "ep 2, pp 2": stages("1f1b", 2, ep=2),
+    "fsdp 2, cp 2, again": LAYOUTS["cp 2, fsdp 2, again"],
+}
+"""Of experts that ranks share, beside one that every token goes through."""
+OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("qwen3_5_moe", "ep 2, tp 2, sp")]
+"""With a convolution; `attention/test_recurrence.py` has convolutions alone, and cuts of every kind."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), OFTEN)
 def test_layers_that_remember_equal_transformers_own(pool4, tmp_path, monkeypatch, name, layout):
-    check(pool4, recipe(name, tmp_path, monkeypatch, LAYOUTS[layout], longest=40))
+    check(pool4, recipe(name, tmp_path, monkeypatch, {**LAYOUTS, **EXPERTS}[layout], longest=40))
 
 
 @pytest.mark.exhaustive
@@ -113,5 +125,6 @@ def test_padded_samples_under_sequence_parallelism(pool4, tmp_path, monkeypatch,
 
 
 @pytest.mark.exhaustive
-def test_experts_under_fsdp(pool4, tmp_path, monkeypatch):
-    check(pool4, recipe("qwen3_5_moe", tmp_path, monkeypatch, LAYOUTS["cp 2, fsdp 2, again"]))
+@pytest.mark.parametrize("layout", EXPERTS)
+def test_experts(pool4, tmp_path, monkeypatch, layout):
+    check(pool4, recipe("qwen3_5_moe", tmp_path, monkeypatch, EXPERTS[layout]))

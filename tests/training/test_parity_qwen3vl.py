@@ -85,11 +85,23 @@ def on_this_rank(rank, recipe, fault=None):
 def with_experts(given):
     """The same with an LLM of Qwen3-VL-MoE."""
     config = {**given.modules["llm"].config, "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 6}
-    llm = given.modules["llm"].model_copy(update={"model": "qwen3_vl_moe_text", "config": config})
+    llm = given.modules["llm"].model_copy(update={"model": "qwen3_vl_moe_text", "frozen_config": config})
     training = given.training.model_copy(update={"pack_samples": True})
     return given.model_copy(update={"modules": {**given.modules, "llm": llm}, "training": training})
 
 
+def hybrid(given):
+    """The same with an LLM of Qwen3.5-MoE, which takes no features."""
+    small = {f"linear_{name}": n for name, n in LINEAR.items()}
+    given = with_experts(given)
+    vision, llm = (given.modules[name] for name in ("vision", "llm"))
+    config = {key: value for key, value in llm.config.items() if key != "intermediate_size"} | small
+    vision = vision.model_copy(update={"frozen_config": {**vision.config, "deepstack_visual_indexes": []}})
+    llm = llm.model_copy(update={"model": "qwen3_5_moe_text", "frozen_config": config})
+    return given.model_copy(update={"modules": {"vision": vision, "llm": llm}})
+
+
+LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 4}
 EP = "\nexpert_parallel_degree = 2"
 LOSS = 'loss = { kind = "support.losses:squares", unit = "items", weight = 0.1 }'
 CASES = {
@@ -128,6 +140,7 @@ CASES = {
             policy="three_phase",
         )
     ),
+    "hybrid experts": hybrid(recipe(table("vision", "0-3"), cp("0-3", 2, data_parallel_replicate_degree=2) + EP)),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
 

@@ -14,6 +14,7 @@ from hetmesh.models.named.flow import FlowAdapter
 from hetmesh.models.named.llama import LlamaAdapter
 from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.models.named.qwen3 import Qwen3Adapter
+from hetmesh.models.named.qwen3_5 import Qwen3_5MoeTextAdapter, Qwen3_5TextAdapter
 from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_text import Qwen3VLMoeTextAdapter, Qwen3VLTextAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
@@ -38,6 +39,8 @@ MODELS: dict[str, Callable[[AdapterRequest], Adapter | None]] = {
     "qwen3": Qwen3Adapter.make,
     "qwen3_moe": Qwen3MoeAdapter.make,
     "llama": LlamaAdapter.make,
+    "qwen3_5_text": Qwen3_5TextAdapter.make,
+    "qwen3_5_moe_text": Qwen3_5MoeTextAdapter.make,
     "qwen3_vl_vision": Qwen3VLVisionAdapter.make,
     "qwen3_vl_text": Qwen3VLTextAdapter.make,
     "qwen3_vl_moe_text": Qwen3VLMoeTextAdapter.make,

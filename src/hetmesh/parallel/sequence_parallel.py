@@ -57,6 +57,7 @@ def apply_sequence_parallel(
     for run in runs:
         tokens.split_in(module, run, prefixes)
     wrapped = {part for m in module.modules() if hasattr(m, "base_layer") for part in m.modules()}
+    blocks = [name for name, part in module.named_modules() if isinstance(part, ExpertBlock)]
     for name, parent in module.named_modules():
         if parent in wrapped or not within(name, *prefixes):
             continue
@@ -65,7 +66,8 @@ def apply_sequence_parallel(
         own = [c for c in parent.children() if c in wrapped or isinstance(c, ColwiseLinear | RowwiseLinear)]
         linears = [part for child in own for part in child.modules()]
         if any(isinstance(part, RowwiseLinear) for part in linears):
-            readers = [parent]
+            inside = within(name, *blocks)  # a shared expert: its block gathers all tokens, and scatters the sum
+            readers = [] if inside else [parent]
             if any(name in run for run in runs):  # a block that has the linears of its MLP in itself
                 readers = [c for c in own if any(isinstance(part, ColwiseLinear) for part in c.modules())]
             for reader in readers:
@@ -74,10 +76,10 @@ def apply_sequence_parallel(
                 if isinstance(part, ColwiseLinear):
                     part.enter = lambda x: x  # the gather sums the gradient
                 elif isinstance(part, RowwiseLinear):
-                    part.leave = partial(_scatter, group=group)
+                    part.leave = (lambda x: x) if inside else partial(_scatter, group=group)
         elif isinstance(parent, ExpertBlock):
             _Gather(group, tokens).register(parent)
-            parent.enter, parent.leave = None, partial(_scatter, group=group)
+            parent.enter, parent.leave, parent.shares_summand = None, partial(_scatter, group=group), True
             parent.balances = dist.get_rank(group) == 0  # the router's gradients are now partial, too: each counts once
         elif any(matches(name, pattern) for pattern in gathered):
             _Gather(group, tokens).register(parent)

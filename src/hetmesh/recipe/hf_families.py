@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         **dict.fromkeys(("gemma3", "gemma4_unified"), Family(mask="bidirectional_runs")),
         "paligemma": Family(mask="prefix", positions="from_1"),
-        "qwen3_vl_moe": Family(experts=True),
+        **dict.fromkeys(("qwen3_vl_moe", "qwen3_5_moe"), Family(experts=True)),
         "qwen2_5_omni": Family(inside=("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")),
         "qwen2_5_omni_thinker": Family(around=OMNI),
         "qwen3_omni_moe": Family(inside=("thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration")),

@@ -27,6 +27,7 @@ from hetmesh.errors import HetmeshError
 from hetmesh.graph import ModuleGraph, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.named.diffusion import DiffusersAdapter
+from hetmesh.models.named.qwen3_5 import Qwen3_5TextAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserLlm
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
@@ -301,8 +302,9 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def is_split(adapters: Mapping[str, Adapter]) -> bool:
-    """Whether modules are parts of a model of any build."""
-    return any(isinstance(adapter, HfLlmAdapter | DiffusersAdapter) for adapter in adapters.values())
+    """Whether modules are parts of a model of any build, or have more casts than norms, rotations and routers do."""
+    kinds = HfLlmAdapter | DiffusersAdapter | Qwen3_5TextAdapter
+    return any(isinstance(adapter, kinds) for adapter in adapters.values())
 
 
 def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:

@@ -41,11 +41,9 @@ def two_halves(module: nn.Module) -> nn.Module:
 
 def fused_layers(config: Any, balance: float, prefix: str = "model.layers") -> ExpertLayers | None:
     """The experts' blocks of a model with a config like Qwen3-MoE's; None: none. `prefix`: of the decoder's layers."""
-    sparse = [
-        i
-        for i in range(config.num_hidden_layers)
-        if config.num_experts > 0 and i not in config.mlp_only_layers and (i + 1) % config.decoder_sparse_step == 0
-    ]
+    dense, step = getattr(config, "mlp_only_layers", ()), getattr(config, "decoder_sparse_step", 1)  # Qwen3.5 has none
+    layers = range(config.num_hidden_layers if config.num_experts > 0 else 0)
+    sparse = [i for i in layers if i not in dense and (i + 1) % step == 0]
     if not sparse:
         return None
     blocks = tuple(f"{prefix}.{i}.mlp" for i in sparse)
@@ -149,7 +147,7 @@ class Qwen3MoeAdapter(CausalLMAdapter):
         return {
             pattern: style
             for pattern, style in plan.items()
-            if ".mlp.experts" not in pattern and (dense or ".mlp." not in pattern)
+            if ".mlp.experts" not in pattern and (dense or ".mlp." not in pattern or ".shared_expert." in pattern)
         }
 
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
@@ -167,7 +165,7 @@ def expert_sizes(request: AdapterRequest) -> dict[str, Any]:
 def _check_experts(request: AdapterRequest, config: Any) -> None:
     for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         positive_int(request, key, getattr(config, key))
-    step, layers = config.decoder_sparse_step, config.num_hidden_layers
+    step, layers = getattr(config, "decoder_sparse_step", 1), config.num_hidden_layers
     if not 1 <= step <= layers:
         raise RecipeError(
             f"{request.key}.config.decoder_sparse_step = {step!r}: the interval between layers with experts; valid are "

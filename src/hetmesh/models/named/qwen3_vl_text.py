@@ -23,6 +23,7 @@ from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.models.weights.stored_form import StoredForm
 
 TIED = "tie_word_embeddings"
+MROPE: Mapping[str, Any] = {"rope_type": "default", "mrope_interleaved": True}
 
 
 class Qwen3VLTextAdapter(CausalLMAdapter):
@@ -42,7 +43,7 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
     ) -> CausalLMAdapter:
         """`make` for a config class and a model class like Qwen3-VL's."""
         if (head := request.config.get("head_dim", derived.get("head_dim"))) is not None and request.pretrained is None:
-            derived["rope_parameters"] = _rope_parameters(positive_int(request, "head_dim", head))
+            derived["rope_parameters"] = cls.rope_parameters(positive_int(request, "head_dim", head))
         # transformers keeps this key in the config of the whole model.
         given = {key: value for key, value in request.config.items() if key != TIED}
         adapter = cls.make_from(replace(request, config=given), config_class, model_class, derived)
@@ -50,6 +51,12 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         adapter.config.tie_word_embeddings = bool(request.config.get(TIED, whole.get(TIED, False)))
         _check_sections(request, adapter.config)
         return adapter
+
+    @classmethod
+    def rope_parameters(cls, head_dim: int) -> dict[str, Any]:
+        """Frequencies divided among time, height and width as in the released models: 24, 20, 20 for a head of 128."""
+        side = head_dim // 2 * 5 // 16
+        return {**MROPE, "rope_theta": 500_000.0, "mrope_section": [head_dim // 2 - 2 * side, side, side]}
 
     @property
     def abilities(self) -> Abilities:
@@ -70,25 +77,15 @@ class Qwen3VLTextAdapter(CausalLMAdapter):
         return deepstack_arguments(self, model, hidden, batch, inputs)
 
 
-def _rope_parameters(head_dim: int) -> dict[str, Any]:
-    """Frequencies divided among time, height and width as in the released models: 24, 20, 20 for a head of 128."""
-    side = head_dim // 2 * 5 // 16
-    return {
-        "rope_type": "default",
-        "rope_theta": 500_000.0,
-        "mrope_section": [head_dim // 2 - 2 * side, side, side],
-        "mrope_interleaved": True,
-    }
-
-
 def _check_sections(request: AdapterRequest, config: Any) -> None:
     """Raise RecipeError unless the frequencies of the axes add up to those of a head."""
     parameters = config.rope_parameters or {}
-    sections = parameters.get("mrope_section", [24, 20, 20])
-    if len(sections) != 3 or sum(sections) != config.head_dim // 2:
+    sections, share = parameters.get("mrope_section", [24, 20, 20]), parameters.get("partial_rotary_factor", 1.0)
+    half, times = int(config.head_dim * share) // 2, "" if share == 1 else f" x partial_rotary_factor = {share}"
+    if len(sections) != 3 or sum(sections) != half:
         raise RecipeError(
             f"{request.key}.config.rope_parameters.mrope_section: the frequencies of time, height and width must add "
-            f"up to head_dim / 2 = {config.head_dim // 2}, got {list(sections)}"
+            f"up to head_dim / 2{times} = {half}, got {list(sections)}"
         )
 
 

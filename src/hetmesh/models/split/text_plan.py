@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from hetmesh.attention.mixers import looks_in_registry, mixers
+from hetmesh.models.named.qwen3_5 import LINEAR_KEY_HEADS, delta_net_by_heads
 from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
-from hetmesh.parallel.linear import OwnRows
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching, within
 
 QUERY_HEADS, PROJECTIONS = "num_attention_heads", ("k_proj", "v_proj")
-LINEAR_KEY_HEADS, LEAVING = "linear_num_key_heads", ("out_proj", "o_proj")
 NORMS = ("q_norm", "k_norm")
 """Norms of single heads, which work on a rank's heads where the attention is split."""
 
@@ -54,7 +53,7 @@ def text_plan(whole: WholeModel, module: nn.Module) -> TextPlan:
     by_heads: dict[str, Any] = {}
     for name, part in found.items():
         holder = layer_pattern(name)
-        by_heads |= _by_heads(holder, part) if found.keys() >= set(matching(module, holder)) else {}
+        by_heads |= delta_net_by_heads(holder, part) if found.keys() >= set(matching(module, holder)) else {}
     plan |= by_heads
     if whole.model.get_output_embeddings().weight is not whole.model.get_input_embeddings().weight:
         head = (whole.model_class._tp_plan or {}).get(whole.head)
@@ -81,36 +80,6 @@ def _mixers(module: nn.Module, blocks: Collection[str]) -> dict[str, nn.Module]:
     return {names[m]: m for part in parts if not any(map(looks_in_registry, part.modules())) for m in mixers(part)}
 
 
-def _by_heads(holder: str, mixer: Any) -> dict[str, Any]:
-    """The styles of a Gated DeltaNet, in modules that match `holder`, which gives each rank some key heads with the
-    value heads that they serve; nothing for a mixer of another build. Fused queries, keys and values, and the
-    convolution behind them, are three segments; where each row is of a key head, chunks are shares."""
-    sizes = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
-    if not all(isinstance(getattr(mixer, size, None), int) for size in (*sizes, "head_v_dim")):
-        return {}
-    heads, fused = (mixer.num_v_heads,), (mixer.key_dim, mixer.key_dim, mixer.value_dim)
-    if any(p.shape != heads for p in mixer.parameters(recurse=False)):
-        return {}
-    rows: dict[str, tuple[int, ...]] = {name: heads for name, _ in mixer.named_parameters(recurse=False)}
-    found: dict[str, Any] = {}
-    for name, part in mixer.named_children():
-        own = [len(p) for p in part.parameters()]
-        plain = type(part) is nn.Linear and part.bias is None
-        if plain and name in LEAVING and part.in_features == mixer.value_dim:
-            found[f"{holder}.{name}"] = "rowwise"
-        elif plain and own == [sum(fused)]:
-            found[f"{holder}.{name}"] = OwnRows({"weight": fused})
-        elif plain and part.out_features % mixer.num_k_heads == 0:
-            found[f"{holder}.{name}"] = "colwise"
-        elif type(part) is nn.Conv1d and own == [sum(fused)]:
-            rows[f"{name}.weight"] = fused
-        elif own == [mixer.head_v_dim]:
-            found[f"{holder}.{name}"] = GRAD_ALLREDUCE
-        elif own:
-            return {}
-    return found | {holder: OwnRows(rows, sizes)} if "rowwise" in found.values() else {}
-
-
 def _key_heads(
     plan: Mapping[str, str], module: nn.Module, attention: Set[str], sizes: Mapping[str, int]
 ) -> dict[str, KeyHeads]:
@@ -130,14 +99,12 @@ def _key_heads(
 
 
 def _known(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
-    """The plan without the groups of which one style is not hetmesh's, or does not suit its module."""
+    """The plan without the groups of which one style is not hetmesh's, or does not suit its module; a module of fused
+    experts is such a group by itself."""
     unknown = {pattern for pattern, style in plan.items() if style not in STYLES or not _suits(pattern, style, module)}
-    holders = {pattern.rpartition(".")[0] for pattern in unknown}
-    return {
-        pattern: style
-        for pattern, style in plan.items()
-        if not any(pattern.startswith(f"{holder}.") for holder in holders)
-    }
+    fused = {p for p in unknown if any("down_proj" in module.get_submodule(n)._parameters for n in matching(module, p))}
+    holders = fused | {pattern.rpartition(".")[0] for pattern in unknown if not within(pattern, *fused)}
+    return {pattern: style for pattern, style in plan.items() if not within(pattern, *holders)}
 
 
 def _with_norms(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:

@@ -147,6 +147,9 @@ class Recorder(TorchDispatchMode):
         by_element = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
         if in_place and (func in DRAW or func in OVERWRITE or by_element):
             return self._step(func, args[0], args[1:], keywords, func in DRAW)
+        if by_element and len(args) == 1 and not keywords and hasattr(aten, name := f"{func._opname}_"):
+            copied = self._copied(aten.clone.default, args[0], {})
+            return self._step(getattr(aten, name).default, copied, (), {}, draws=False)
         self._fail(f"{func.name()} of a parameter")
 
     def _empty(self, func: Any, args: Sequence[Any], keywords: dict[str, Any]) -> Any:

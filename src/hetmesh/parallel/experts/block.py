@@ -47,7 +47,8 @@ class ExpertLayers:
 
     A block has a child `gate`, which gives `(logits [n, experts], weights [n, chosen], experts [n, chosen])` for tokens
     `[n, features]`, and a child `experts` with the parameters `gate_up_proj` `[experts, 2, inner, features]` (gate
-    first) and `down_proj` `[experts, features, inner]`, and the activation `act_fn`.
+    first) and `down_proj` `[experts, features, inner]`, and the activation `act_fn`. If it has a child `shared_expert`,
+    every token goes through that, too, times the sigmoid of what a child `shared_expert_gate` makes of it, `[n, 1]`.
 
     Attributes:
         blocks: their FQNs, in execution order; all of the module, whatever stage holds them.
@@ -90,9 +91,11 @@ class ExpertBlock(nn.Module):
         sharing: the ranks that share a sample's tokens (`cp`); None: this one has all.
         balances: whether this rank adds the load-balancing loss's gradient.
         enter, leave: what tensor parallelism does to rows that enter, and to a rank's summand of the output.
+        shares_summand: whether what the shared expert gives is a rank's summand, too.
     """
 
     gate: nn.Module
+    shared_expert_gate: nn.Module
     experts: LocalExperts
     layers: ExpertLayers
     number: int
@@ -104,6 +107,7 @@ class ExpertBlock(nn.Module):
     balances: bool
     enter: Callable[[Tensor], Tensor] | None
     leave: Callable[[Tensor], Tensor] | None
+    shares_summand: bool = False
 
     @not_compiled
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -120,7 +124,11 @@ class ExpertBlock(nn.Module):
         if padding := len(flat) - len(real):
             out = torch.cat([out, out.new_zeros(padding, out.shape[1])])
         out = out.view_as(hidden_states)
-        return out if self.leave is None else self.leave(out)
+        leave = self.leave or (lambda x: x)
+        if (shared := getattr(self, "shared_expert", None)) is None:
+            return leave(out)
+        for_all = torch.sigmoid(self.shared_expert_gate(hidden_states)) * shared(hidden_states)
+        return leave(out + for_all) if self.shares_summand else leave(out) + for_all
 
     def _balanced(self, weights: Tensor, logits: Tensor, experts: Tensor, samples: LaneSamples) -> Tensor:
         """The routing weights, which bring the gradient of the load-balancing loss to the router."""
