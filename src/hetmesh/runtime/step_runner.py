@@ -156,8 +156,9 @@ class StepRunner:
         return {"": result} if isinstance(result, Tensor) else result
 
     def _observer(self, stage: Stage, m: int) -> Callable[[Tensor, Mapping[str, Tensor]], None] | None:
-        observed = self.observe is not None and stage == self.schedule.stages.llm
-        return partial(self.observe, m) if observed else None
+        if self.observe is None or stage != self.schedule.stages.llm:
+            return None
+        return partial(self.observe, m)
 
     def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:

@@ -287,7 +287,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         return known and bool(getattr(self.config, "hidden_size_per_layer_input", 0))
 
     @cached_property
-    def plain_head(self) -> bool:  # type: ignore[override]
+    def plain_head(self) -> bool:
         sizes = self.config.vocab_size, self.config.hidden_size
         return keeps_logits(self._empty, self._inner, self.whole.head, *sizes)
 
