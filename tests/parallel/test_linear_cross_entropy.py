@@ -147,7 +147,8 @@ def test_logits_are_shown_chunk_by_chunk(name, monkeypatch):
         logits = head(hidden)
     assert len(seen) > 1
     assert not loss.requires_grad
-    for given, expected in zip(map(torch.cat, zip(*seen)), (logits, batch["targets"], torch.arange(9)), strict=True):
+    shown = [torch.cat(parts) for parts in zip(*seen, strict=True)]
+    for given, expected in zip(shown, (logits, batch["targets"], torch.arange(9)), strict=True):
         torch.testing.assert_close(given, expected)
 
 

@@ -21,14 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from hetmesh._torch_compat import graph_nodes
+from hetmesh.cost.head import CHUNK_BYTES
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.parallel.linear import ColwiseLinear, local
 from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.parallel.vocabulary import LogProbabilities, VocabularyShards, raised
-
-CHUNK_BYTES = 1 << 28
-"""Of the logits of a chunk and their gradient, 256 MiB. Each chunk reads the weight and adds to its gradient: with a
-share of 124,160 tokens in bf16 a chunk has 1081 targets, for which products take several times as long as that."""
 
 LOSS = "loss"
 """Name of an output: the summed loss."""
