@@ -139,6 +139,7 @@ class LogProbabilities:
             part = (logits[rows] - self.log_sums[rows, None]).exp_()  # of half precision and fp32: fp32
             part.scatter_add_(-1, self.place[rows], -self.own[rows, None].to(part.dtype))
             out[rows] = part if factor is None else part.mul_(factor)
+            del part  # or the next would be made beside it
         return out
 
 
