@@ -30,10 +30,10 @@ def chunked_run(rank, given, fault=None):
         nonlocal most
         backward, chunks = rows.backward, 0
 
-        def counted(found):
+        def counted(back):
             nonlocal chunks
             chunks += 1
-            backward(found)
+            backward(back)
 
         rows.backward = counted
         if fault is not None:

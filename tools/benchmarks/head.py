@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "peak_bytes": peaks,
         "peak_bytes_trained": trained,
         "peak_gib": peaks["chunks"] / 2**30,
+        "peak_gib_whole": peaks["whole"] / 2**30,
         "peak_ratio": peaks["chunks"] / peaks["whole"],
         "seconds": seconds,
         "step_ratios": ratios,

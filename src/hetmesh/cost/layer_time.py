@@ -44,6 +44,11 @@ class LayerTime:
         """Of everything after the forward."""
         return self.backward_input + self.backward_weight + self.recompute
 
+    @property
+    def at_once(self) -> LayerTime:
+        """The same where gradients are made in the forward (`LayerShape.by_chunks`)."""
+        return LayerTime(self.forward + self.backward_input + self.backward_weight)
+
 
 @dataclass(frozen=True)
 class Rates:

@@ -25,7 +25,7 @@ from hetmesh.cost.head import CHUNK_BYTES
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.parallel.linear import ColwiseLinear, local
 from hetmesh.parallel.random_state import DROPOUT
-from hetmesh.parallel.vocabulary import LogProbabilities, VocabularyShards, raised
+from hetmesh.parallel.vocabulary import VocabularyShards, cross_entropy_with_gradient, raised
 
 LOSS = "loss"
 """Name of an output: the summed loss."""
@@ -70,13 +70,13 @@ class CrossEntropy:
         for first in range(0, max(len(targets), 1), size):  # without targets gradients are zeros
             span = slice(first, first + size)
             logits = rows.logits(span)
-            found = LogProbabilities.of(logits.detach(), targets[span], self.vocabulary)
-            losses.append(found.loss)
             if observe is not None:
                 index = batch.get("target_index", torch.arange(len(targets)))
                 observe(logits.detach(), {**batch, "targets": targets[span], "target_index": index[span]})
-            if rows.inputs:
-                rows.backward(found)
+            back = rows.place_of_gradient() if rows.inputs else None
+            losses.append(cross_entropy_with_gradient(logits, targets[span], self.vocabulary, back))
+            if back is not None:
+                rows.backward(back)
         return torch.stack(losses).sum(), rows.gradients()
 
 
@@ -154,14 +154,19 @@ class _Linear:
             self.made += bias
         return self.made
 
-    def backward(self, found: LogProbabilities) -> None:
-        """Add the gradients of the loss of these targets."""
-        back = found.gradient(self.made, self.made)
+    def place_of_gradient(self) -> Tensor:
+        """For the gradient of these logits."""
+        return self.made
+
+    def backward(self, back: Tensor) -> None:
+        """Add the gradients of the loss of these targets. `back`: of their logits."""
         for i, total in self.found.items():
             if i == 0:
                 torch.mm(back, self.weight, out=total[self.span])
+            elif i == 1 and not self.span.start:
+                torch.mm(back.t(), self.rows, out=total)
             elif i == 1:
-                torch.addmm(total, back.t(), self.rows, beta=int(self.span.start > 0), out=total)
+                torch.addmm(total, back.t(), self.rows, out=total)
             else:
                 total.copy_(back.sum(0) + (total if self.span.start else 0))
 
@@ -190,9 +195,12 @@ class _Traced:
         self.made = self.make(self.leaf)
         return self.made
 
-    def backward(self, found: LogProbabilities) -> None:
-        """Add the gradients of the loss of these targets."""
-        back = found.gradient(self.made.detach(), torch.empty_like(self.made))
+    def place_of_gradient(self) -> Tensor:
+        """For the gradient of these logits."""
+        return torch.empty_like(self.made)
+
+    def backward(self, back: Tensor) -> None:
+        """Add the gradients of the loss of these targets. `back`: of their logits."""
         parameters = self.inputs[len(self.own) :]
         each = torch.autograd.grad(self.made, [*self.own, *parameters], back)
         self.by_rows += each[: len(self.own)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
 
 from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import ColwiseLinear
@@ -110,24 +111,23 @@ class LogProbabilities:
     own: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, targets: Tensor, shards: VocabularyShards | None) -> LogProbabilities:
-        """Of logits `[targets, width]`, this rank's share where there are `shards`, else whole. Half precision is
-        raised to fp32, some rows at a time."""
+    def of(cls, logits: Tensor, targets: Tensor, shards: VocabularyShards) -> LogProbabilities:
+        """Of this rank's share of logits, `[targets, width]`. Half precision is raised to fp32, some rows at a time."""
         dtype, (count, width) = raised(logits.dtype), logits.shape
-        start, size = (0, width) if shards is None else (shards.start, sum(shards.widths))
-        place = targets - start
+        place = targets - shards.start
         own = (place >= 0) & (place < width)
         place = place.clamp(0, max(width - 1, 0))[:, None]
         largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
-        if count and shards is not None:
+        if count:
             collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=shards.group)
         sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
         if width:
             for rows in _chunks(count, width):
                 sums[0, rows] = (logits[rows] - largest[rows, None]).exp_().sum(-1)
             sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
-        sums[1].masked_fill_((targets < 0) | (targets >= size), torch.nan)  # nobody's: 0 would pass for its logit
-        if count and shards is not None:
+        nobodys = (targets < 0) | (targets >= sum(shards.widths))
+        sums[1].masked_fill_(nobodys, torch.nan)  # 0 would pass for its logit
+        if count:
             collective(dist.all_reduce, sums, group=shards.group)
         log_sums = sums[0].log()
         return cls((log_sums - sums[1]).sum(), largest + log_sums, place, own)
@@ -141,6 +141,34 @@ class LogProbabilities:
             out[rows] = part if factor is None else part.mul_(factor)
             del part  # or the next would be made beside it
         return out
+
+
+def cross_entropy_with_gradient(
+    logits: Tensor, targets: Tensor, shards: VocabularyShards | None, out: Tensor | None
+) -> Tensor:
+    """The summed cross-entropy, without a graph, of logits `[targets, width]`: this rank's share where there are `shards`.
+
+    Args:
+        out: for its gradient by the logits, whose place it may take; None: there is none.
+    """
+    logits = logits.detach()
+    if shards is not None:
+        found = LogProbabilities.of(logits, targets, shards)
+        if out is not None:
+            found.gradient(logits, out)
+        return found.loss
+    losses = []
+    for rows in _chunks(len(logits), _TENSORS * logits.shape[1]):
+        part = logits[rows].requires_grad_(out is not None)
+        with torch.set_grad_enabled(out is not None):
+            loss = cross_entropy(part.to(raised(part.dtype)), targets[rows], reduction="sum")
+        if out is not None:
+            (out[rows],) = torch.autograd.grad(loss, [part])
+        losses.append(loss.detach())
+    return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=raised(logits.dtype))
+
+
+_TENSORS = 4  # as large as logits, that torch's cross-entropy makes in fp32 at a time
 
 
 class _SumCrossEntropy(torch.autograd.Function):
