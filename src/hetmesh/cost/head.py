@@ -44,8 +44,9 @@ def _copies(layer: LayerShape) -> int:
 
 
 def chunk_itemsize(layer: LayerShape, how: LayerOptions) -> int:
-    """Bytes for each logit of a chunk, with what is made of it in fp32."""
-    return _copies(layer) * how.itemsize + loss_itemsize(how.itemsize)
+    """Bytes for each logit of a chunk, with what is made of it in fp32: its exponential; of whole vocabularies the
+    logarithm of its probability, and its gradient by that and by the logit."""
+    return _copies(layer) * how.itemsize + (1 if in_shares(layer, how.tp) else 3) * loss_itemsize(how.itemsize)
 
 
 def loss_itemsize(itemsize: int) -> int:

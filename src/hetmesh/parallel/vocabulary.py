@@ -146,7 +146,7 @@ class LogProbabilities:
 def cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, shards: VocabularyShards | None, out: Tensor | None
 ) -> Tensor:
-    """The summed cross-entropy, without a graph, of logits `[targets, width]`: this rank's share where there are `shards`.
+    """The summed cross-entropy of logits `[targets, width]`, without a graph. With `shards` they are this rank's share.
 
     Args:
         out: for its gradient by the logits, whose place it may take; None: there is none.
@@ -168,7 +168,7 @@ def cross_entropy_with_gradient(
     return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=raised(logits.dtype))
 
 
-_TENSORS = 4  # as large as logits, that torch's cross-entropy makes in fp32 at a time
+_TENSORS = 4  # in fp32, as large as logits, that torch's cross-entropy makes for a gradient, one after the other
 
 
 class _SumCrossEntropy(torch.autograd.Function):

@@ -200,11 +200,11 @@ class CausalLMAdapter(AdapterDefaults):
     @property
     def plain_head(self) -> bool:
         """Whether `logits` only calls the head."""
-        return True
+        return type(self).logits is CausalLMAdapter.logits
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """The logits `[n, vocab]` of what the decoder returns, `[n, features]`."""
-        return model.lm_head(hidden)
+        return self.head_of(model)(hidden)
 
     def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat embedded tokens that this rank keeps, with rows in place of their placeholders."""
