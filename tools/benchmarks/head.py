@@ -49,7 +49,7 @@ LIMITS = {"peak_gib": 0.4, "step_ratio": 1.03}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sizes of what is timed."""
     parser.add_argument("--rounds", type=int, default=5, help="of both paths, in turns (default %(default)s)")
-    parser.add_argument("--targets", type=int, default=4096, help="that are timed (default %(default)s)")
+    parser.add_argument("--targets", type=int, default=2162, help="that are timed (default %(default)s)")
     parser.add_argument("--features", type=int, default=512, help="of what is timed (default %(default)s)")
 
 
