@@ -16,7 +16,7 @@ from hetmesh.models.named.qwen3_moe import Qwen3MoeAdapter
 from hetmesh.models.named.qwen3_vl_vision import Qwen3VLVisionAdapter
 from hetmesh.models.named.siglip import SiglipAdapter
 
-MLP = MlpAdapter(24, 40, 16)
+MLP = MlpAdapter(24, 40, 16, 16)
 VISION = SiglipAdapter.make(
     AdapterRequest(
         "vision",

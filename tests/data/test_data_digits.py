@@ -9,10 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetmesh.data import DigitsSource, check_meta, check_sample
-from hetmesh.data.digits import END, KINDS, NOISE, VOCABULARY, WEIGHTS, _additions, data_set, images_of, text_art
-from hetmesh.errors import RecipeError
+from hetmesh.data.digits import (
+    DRAWING_VOCABULARY,
+    END,
+    KINDS,
+    NOISE,
+    VOCABULARY,
+    WEIGHTS,
+    WORDS,
+    _additions,
+    data_set,
+    images_of,
+    read_by_judge,
+    text_art,
+)
+from hetmesh.errors import RecipeError, SampleError
 
 TRAIN, VALIDATION = DigitsSource("train"), DigitsSource("validation")
+DRAWING = {split: DigitsSource(split, draw=0.5) for split in ("train", "validation")}
 SOME = range(2000)
 
 
@@ -102,7 +116,69 @@ def test_pictures_stand_side_by_side():
     assert TRAIN.picture(next(i for i in SOME if TRAIN.kind(i) == "add")) == ""
 
 
+@pytest.mark.parametrize("split", DRAWING)
+def test_a_drawing_is_a_request_and_a_real_digit_of_its_split(split):
+    source, labels = DRAWING[split], data_set()[1]
+    drawings = [i for i in range(384) if source.kind(i) == "draw"]
+    assert len(drawings) / 384 == pytest.approx(0.5, abs=0.06)
+    for index in drawings:
+        meta, sample = source.meta(index), source.load(index)
+        check_meta(meta)
+        check_sample(sample, meta, source.placeholders)
+        assert "image_out" not in source.load(index, ("image",)).media
+        ((image,), (item,)) = source.ask(index).drawn, sample.media["image_out"]
+        assert image in images_of(split)
+        assert torch.equal(item[0] * 8 + 8, torch.from_numpy(data_set()[0][image]).float())
+        assert source.decode(sample.tokens.tolist()).split() == [
+            "draw",
+            "an" if labels[image] == 8 else "a",
+            f"{WORDS[labels[image]]}=<image_out>",
+        ]
+        assert (meta.targets, meta.media[0].position) == ((), meta.tokens - 1)
+    assert {int(labels[source.ask(i).drawn[0]]) for i in drawings} == set(range(10))
+
+
+def test_drawings_change_no_token_of_what_is_there():
+    """Nor is there any of them without the option."""
+    assert DRAWING_VOCABULARY[: len(VOCABULARY)] == VOCABULARY
+    assert (TRAIN.vocab_size, dict(TRAIN.placeholders)) == (len(VOCABULARY), {"image": 2})
+    assert set(DRAWING_VOCABULARY) >= set("".join(WORDS))
+    questions = [i for i in SOME if DRAWING["train"].kind(i) != "draw"]
+    assert {DRAWING["train"].kind(i) for i in questions} == set(KINDS)
+    for source in (DRAWING["train"], TRAIN):
+        for index in questions[:200]:
+            assert max(source.load(index).tokens.tolist()) < len(VOCABULARY)
+
+
+def test_a_drawing_is_asked_for_in_the_words_of_the_source():
+    source = DRAWING["validation"]
+    meta, sample = source.prompt("draw a seven", ())
+    check_meta(meta)
+    check_sample(sample, meta, source.placeholders)
+    assert source.decode(sample.tokens.tolist()) == "draw a seven=<image_out>"
+    with pytest.raises(SampleError, match=r"'draw a cat' is no drawing that it knows; valid are \['draw a zero', "):
+        source.prompt("draw a cat", ())
+    with pytest.raises(SampleError, match="no question has the character 'n'"):
+        VALIDATION.prompt("draw a seven", ())
+
+
+def test_the_judge_reads_real_digits_that_it_has_not_seen():
+    """And nothing else than it sees."""
+    images, labels = data_set()
+    unseen = [i for i in range(1797) if i not in set(images_of("validation"))]
+    read = np.concatenate([read_by_judge(images[unseen[i : i + 100]] / 8 - 1) for i in range(0, len(unseen), 100)])
+    assert (read == labels[unseen]).mean() == pytest.approx(0.971, abs=5e-4)
+    source = DRAWING["validation"]
+    drawings = [i for i in range(384) if source.kind(i) == "draw"]
+    assert all(source.judge(i, source.load(i).media["image_out"][0]) for i in drawings)
+    blank = torch.zeros(1, 8, 8)
+    assert sum(source.judge(i, blank) for i in drawings) < len(drawings) / 4
+
+
 def test_bad_arguments_are_errors():
+    for draw in (-0.1, 1.1, math.nan):
+        with pytest.raises(RecipeError, match="digits: draw must be a share from 0 to 1"):
+            DigitsSource(draw=draw)
     with pytest.raises(RecipeError, match="no split 'test'"):
         DigitsSource("test")
     with pytest.raises(IndexError, match=r"index 384 is not in 0..383"):

@@ -100,6 +100,22 @@ def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
     assert edges == {"vision->projector forward", "vision->projector backward"}
 
 
+IN_GAPS = (
+    *("--parallelism.pipeline_parallel_schedule=bubble_fill", "--parallelism.pipeline_parallel_microbatch_size=8"),
+    *("--parallelism.llm.tensor_parallel_degree=1", "--parallelism.llm.pipeline_parallel_degree=2"),
+    "--parallelism.drawer.ranks=0-1",
+)
+
+
+@pytest.mark.slow
+def test_what_a_generator_keeps_in_gaps_does_not_grow_with_the_microbatches(apart):
+    counts = 8, 24
+    runs = [apart(dry, "digits_draw", 1, *IN_GAPS, f"--training.local_batch_size={8 * n}")[0] for n in counts]
+    held = [[span.peak for span in run.actions if str(span.label).startswith("drawer.0 ")] for run in runs]
+    assert [len(peaks) for peaks in held] == [2 * n + 1 for n in counts]  # forwards, backwards, one sum
+    assert max(held[1]) < 1.1 * max(held[0])
+
+
 @pytest.mark.slow
 def test_a_device_is_given_encoders_before_the_llm_in_whose_collectives_they_run(apart):
     run, _ = apart(dry, "digits_gaps", 0)

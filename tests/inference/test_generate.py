@@ -148,10 +148,10 @@ def test_a_digit_from_a_file_is_that_of_the_source(tmp_path):
 
 
 def test_an_empty_answer_to_a_question_without_its_image_is_an_error(monkeypatch):
-    asked = Namespace(question="add 1+1", media=None)
-    model = SimpleNamespace(resolved=SimpleNamespace(source=DigitsSource("validation"), recipe=None))
+    asked = Namespace(question="add 1+1", media=None, out=None)
+    model = SimpleNamespace(resolved=SimpleNamespace(source=DigitsSource("validation", draw=0.5), recipe=None))
     monkeypatch.setattr(generate, "_tokens", lambda *_: model.resolved.source.end_ids)
-    with pytest.raises(UsageError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE"):
+    with pytest.raises(UsageError, match=r"the answer to 'add 1\+1' is empty; .*: --image FILE$"):
         list(generate._asked(model, asked))
 
 

@@ -69,6 +69,8 @@ def own_call(name, model, noisy, rows, sigma):
         given = {"timestep": sigma, "img_ids": ids, "txt_ids": torch.zeros(rows.shape[1], 3).double()} | pooled
         out = model(packed, encoder_hidden_states=rows, **given).sample
         return pipeline._unpack_latents(out, 4, 4, 1)
+    if name in ("AuraFlowTransformer2DModel", "PRXTransformer2DModel"):
+        return model(noisy, encoder_hidden_states=rows, timestep=sigma).sample
     extra = {"SD3Transformer2DModel": pooled, "PixArtTransformer2DModel": {"added_cond_kwargs": {}}}.get(name, {})
     return model(noisy, encoder_hidden_states=rows, timestep=1000 * sigma, **extra).sample[:, :4]
 
@@ -141,9 +143,13 @@ def test_images_without_an_autoencoder_are_their_own_latents(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("SD3Transformer2DModel", {"in_features": 5}, r"reads rows of width 8, and gets 5; put a projector"),
-        ("SD3Transformer2DModel", {"config": {}}, r"config.queries: missing"),
+        ("SD3Transformer2DModel", {"config": {}}, r"config.queries: must be a positive integer, got None"),
         ("SD3Transformer2DModel", {"config": {"heads": 2}}, r"config.heads: unknown key"),
+        (
+            "SD3Transformer2DModel",
+            {"config": {"queries": 3, "timestep_scale": 0}},
+            r"timestep_scale: which timestep is",
+        ),
         ("SD3Transformer2DModel", {"media_shape": (1, 8, 12)}, r"16 latents of width 4 of an image \(1, 8, 12\)"),
         ("AutoencoderKL", {}, r"AutoencoderKL does not read \['hidden_states'"),
     ],
@@ -163,7 +169,8 @@ def test_what_needs_more_is_refused_by_name(tmp_path):
         with pytest.raises(RecipeError, match=message):
             DiffusersAdapter.make(drawer_request(path))
     (path / "config.json").write_text(json.dumps(config | {"guidance_embeds": False}))
-    assert DiffusersAdapter.make(drawer_request(path, in_features=None)) is None
+    assert DiffusersAdapter.make(drawer_request(path, in_features=None)).in_features == CONDITION  # for a projector
+    assert DiffusersAdapter.make(drawer_request(path, encoders={"vae": None})) is None
     with pytest.raises(RecipeError, match=r"modules.drawer.initial_load_path: missing; give a directory of diffusers"):
         DiffusersAdapter.make(drawer_request(path, pretrained=None))
     with pytest.raises(RecipeError, match=r"FluxTransformer2DModel is no autoencoder"):

@@ -5,12 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from hetmesh.errors import BoundaryError, RecipeError, SampleError
 from hetmesh.graph.sample import MediaItem, SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.named.flow import FlowAdapter
 from hetmesh.models.named.mlp import MlpAdapter
+from hetmesh.models.user.make import make_user_adapter
+from hetmesh.models.user.plan_probe import reason_not_compared
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.parallel.stage_views import PREVIOUS, view
 
@@ -128,7 +131,7 @@ def test_latents_of_an_encoder_are_the_targets():
     drawn = adapter.sample(built(adapter), inputs[ROWS][:3], (2, 8, 8), noise[:4], 2)
     assert drawn.shape == (4, 6)  # still to be decoded
     with pytest.raises(
-        BoundaryError, match=r"'drawer' reads rows of 'vae', \(4, 6\) for each of 2 items, got of shape"
+        BoundaryError, match=r"'drawer' reads 3 rows of 'llm.image_out' and 4 targets per item, of widths 5 and 6"
     ):
         adapter.noised({"noise": noise, "time": torch.rand(2)}, {**inputs, "vae": latents[1:]})
 
@@ -154,15 +157,15 @@ def test_sampling_gives_the_image_that_was_trained_on():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {**CONFIG, "patch_size": 3}}, r"config.patch_size: must divide the images' 8, got 3"),
-        ({"config": {**CONFIG, "num_attention_heads": 3}}, r"num_attention_heads: must divide hidden_size = 16, got 3"),
+        ({"config": {**CONFIG, "patch_size": 3}}, r"config.patch_size: must divide 8, got 3"),
+        ({"config": {**CONFIG, "num_attention_heads": 3}}, r"num_attention_heads: must divide 16, got 3"),
         ({"config": {**CONFIG, "queries": 0}}, r"config.queries: must be a positive integer, got 0"),
         ({"config": {**CONFIG, "image_size": 9}}, r"config.image_size: is 8 here, got 9"),
         ({"config": {**CONFIG, "heads": 3}}, r"config.heads: unknown key"),
-        ({"config": {"queries": 3}}, r"config.hidden_size: missing"),
+        ({"config": {"queries": 3}}, r"config.hidden_size: must be a positive integer, got None"),
         ({"media_shape": (2, 8, 6)}, r"flow makes square images"),
         ({"media_shape": None}, r"'image_out' of the data has none"),
-        ({"consumers": ("llm",)}, r"needs a boundary from the LLM"),
+        ({"consumers": ("llm",)}, r"boundary from the LLM"),
         ({"placeholders": {"llm": "image_out", "other": None}}, r"at most one from an encoder"),
     ],
 )
@@ -205,3 +208,99 @@ def test_what_flow_says_of_its_directory_makes_it_again(tmp_path):
     assert FlowAdapter.make(flow_request(config={}, pretrained=pretrained)).config == adapter.config
     with pytest.raises(RecipeError, match=r"condition_size: is 7 here, got 5"):
         FlowAdapter.make(flow_request(config={}, pretrained=pretrained, in_features=7))
+
+
+class Head(nn.Module):
+    """Of each query a row of the item."""
+
+    queries = 4
+
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features)
+
+    def forward(self, rows):
+        return self.linear(rows)
+
+
+class Flow(Head):
+    flows, sampling_steps = True, 3
+    tensor_parallel_plan = {"up": "colwise", "down": "rowwise"}  # noqa: RUF012
+
+    def __init__(self, in_features, out_features):
+        super().__init__(in_features, out_features)
+        self.up, self.down = nn.Linear(out_features, 6), nn.Linear(6, out_features)
+
+    def forward(self, rows, noisy, time):
+        return self.linear(rows) + self.down(self.up(noisy).tanh()) * time[:, None, None]
+
+
+class Mixes(Head):
+    def forward(self, rows):
+        return self.linear(rows - rows.mean(0))
+
+
+class WrongShape(Head):
+    def forward(self, rows):
+        return self.linear(rows)[:, :-1]
+
+
+class Staged(Head):
+    activation = 3
+
+    def forward(self, rows, hidden=None):
+        return super().forward(rows)
+
+
+class NoQueries(Head):
+    queries = None
+
+
+def user_adapter(kind, **changes):
+    given = {"model": f"{__name__}:{kind}", "config": {}, "media_shape": (4, 3)}
+    return make_user_adapter(given["model"], flow_request(**{**given, **changes}))
+
+
+def test_a_users_class_predicts_rows_of_items():
+    adapter = user_adapter("Head")
+    assert (adapter.reason_not_probed, adapter.abilities.draws, adapter.out_features) == ("", 0, None)
+    assert (adapter.item_rows((4, 3)), adapter.item_latents((4, 3))) == (4, 4)
+    items = torch.randn(2, 4, 3)
+    batch, rows, module = adapter.collate(*samples_of(items)), torch.randn(8, 5), adapter.build()
+    assert torch.equal(batch["targets"], items.view(8, 3))
+    found = adapter.forward(module, batch, {ROWS: rows})
+    assert torch.equal(found[""], module.linear(rows))
+    assert torch.equal(found["target"], batch["targets"])
+    none = adapter.forward(module, adapter.collate([], []), {ROWS: rows[:0]})
+    none[""].sum().backward()
+    assert none[""].shape == (0, 3)
+    assert not module.linear.weight.grad.any()
+    wrong = user_adapter("WrongShape")
+    with pytest.raises(BoundaryError, match=r"must return a prediction of shape \(2, 4, 3\), got \(2, 3, 3\)"):
+        wrong.forward(wrong.build(), batch, {ROWS: rows})
+
+
+def test_a_users_class_that_flows_reads_noise_and_times_and_draws():
+    adapter = user_adapter("Flow")
+    assert (adapter.reason_not_probed, adapter.abilities.draws, adapter.abilities.sampling_steps) == ("", 3, 3)
+    module, drawn = adapter.build(), {"noise": torch.randn(8, 3), "time": torch.rand(2)}
+    batch = adapter.collate(*samples_of(torch.randn(2, 4, 3))) | drawn
+    found = adapter.forward(module, batch, {ROWS: torch.randn(8, 5)})
+    assert torch.equal(found["target"], batch["targets"] - batch["noise"])
+    assert adapter.abilities.sample(module, torch.randn(4, 5), (4, 3), torch.randn(4, 3), 3).shape == (4, 3)
+    assert reason_not_compared(adapter, adapter.tensor_parallel_plan(), 2, 0, "plan") is None
+    with pytest.raises(RecipeError, match="plan"):
+        reason_not_compared(adapter, {"up": "colwise", "linear": "colwise"}, 2, 0, "plan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("Mixes", r"modules.drawer: Mixes mixes samples"),
+        ("Staged", r"Staged declares `activation` or `token_sharded`"),
+        ("NoQueries", r"modules.drawer.config.queries: missing"),
+    ],
+)
+def test_a_users_class_is_refused(kind, message):
+    with pytest.raises(RecipeError, match=message):
+        user_adapter(kind)

@@ -78,6 +78,32 @@ def test_a_pipeline_gathers_once_per_step_where_memory_allows_it():
     assert size > size_each
 
 
+def test_modules_after_the_llm_are_placed_as_encoders_are_and_behind_its_last_stage():
+    given = problem(4, 16, "digits_draw")
+    assert given.own == ("vision", "drawer", "llm")
+    llm = ModulePlan((0, 4), (2, 2, 1, 1, 1))
+    behind = [each["drawer"].ranks for each in homogeneous(given, llm) if each["drawer"].degree("pp") == 1]
+    assert set(behind) == {(2, 4)}
+    modules = {"vision": ModulePlan((0, 1), (1, 1, 1, 1, 1)), "drawer": ModulePlan((1, 2), (1, 1, 1, 1, 1))}
+    plan = LayoutPlan("disjoint", {**modules, "llm": ModulePlan((2, 4), (1, 2, 1, 1, 1))}, "1f1b", 2, after=given.after)
+    assert Predictor(given).predict(plan).step_s > 0
+    text = (RECIPES / "digits_draw.toml").read_text()
+    meshes = parse_recipe(planned_text(parse_recipe(text), text, (), given, plan)).wiring.meshes
+    assert {name: mesh.ranks for name, mesh in meshes.items()} == {
+        "vision": (0,),
+        "projector": (2, 3),
+        "llm": (2, 3),
+        "drawer": (1,),
+    }
+    wide = {
+        **plan.modules,
+        "drawer": ModulePlan((0, 4), (1, 4, 1, 1, 1)),
+        "vision": ModulePlan((0, 4), (1, 4, 1, 1, 1)),
+    }
+    sizes = replace(plan, placement="colocated", modules=wide, microbatch_size=1).encoder_sizes
+    assert sizes == {"vision": 1}  # what follows the LLM has its microbatches
+
+
 def slower(given, times):
     """The problem on processors so many times as slow, but for the overhead of operations, which hides all else."""
     machine = given.machine

@@ -201,3 +201,19 @@ def test_degrees_beyond_any_job_are_refused():
     text = '[modules.llm]\nmodel = "qwen3"\n[parallelism.llm]\ndata_parallel_shard_degree = 9223372036854775807'
     with pytest.raises(RecipeError, match="the degrees need 9223372036854775807 ranks; there can be 1000000 at most"):
         parse_recipe(text)
+
+
+def test_an_encoder_of_a_module_after_the_llm_lies_where_that_lies():
+    modules = {"llm": {"model": "qwen3"}, "autoencoder": {"model": "siglip", "media": "drawing"}}
+    modules["drawer"] = {"model": "flow", "loss": {"kind": "flow_matching"}}
+    recipe = parse_recipe(
+        {
+            "modules": modules,
+            "boundaries": [{"from": "llm", "to": "drawer", "at": "drawing"}, {"from": "autoencoder", "to": "drawer"}],
+            "parallelism": {"llm": {"ranks": [0, 1, 2, 3], "pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}},
+            "data": {"source": "digits"},
+            "training": {"local_batch_size": 4},
+        }
+    )
+    meshes = recipe.wiring.meshes
+    assert meshes["drawer"] == meshes["autoencoder"] == MeshSpec.make([2, 3], tp=2)

@@ -208,6 +208,22 @@ def test_seconds_lent_to_encoders_have_a_curve():
     assert [(line.name, line.values) for line in curves.lines] == [("gap", (0.2, 0.2)), ("lent", (0.1, 0.1))]
 
 
+def test_each_of_several_losses_has_a_curve_and_a_column():
+    record = json.loads(RECORD)
+    losses = [{"llm": 2.0, "drawer": 0.5}, {"llm": 1.0}]  # a batch without a drawing
+    kept = tuple(record | {"step": step, "losses": each} for step, each in zip((1, 2), losses, strict=True))
+    held_out = ({"step": 2, "validation": {"loss": 1.4, "losses": {"llm": 1.1, "drawer": 0.3}}},)
+    run = RunView(record, {}, 0, {}, records=kept, evaluations=held_out)
+    parts = [part for section in sections(run, None) for part in section.parts]
+    (curves,) = [part for part in parts if "each loss" in getattr(part, "caption", "")]
+    found = {line.name: (line.steps, line.values) for line in curves.lines}
+    assert found["llm"] == ((1, 2), (2.0, 1.0))
+    assert found["drawer"] == ((1,), (0.5,))
+    assert found["drawer, held-out"] == ((2,), (0.3,))
+    (table,) = [part for part in parts if "evaluations" in getattr(part, "caption", "")]
+    assert table.rows[0][1:4] == ("loss", "loss of llm", "loss of drawer")
+
+
 def advised(run, recipe=None):
     return " ".join(f"{each.found}: {each.change}" for each in advice(run, recipe, None))
 

@@ -7,7 +7,7 @@ import pytest
 from hetmesh.graph import Edge
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
-from hetmesh.schedule import Kind, ahead, dependencies, holding, validate, windows
+from hetmesh.schedule import Kind, ahead, dependencies, holding, uses_collectives, validate, windows
 from support.parity_cases import INNER, filled, table
 
 KEY = "bubble_fill_in_collectives = true"
@@ -71,6 +71,7 @@ def test_begun_as_early_as_it_may_be_nothing_waits_or_holds_more_than_its_cap(ca
     """Each rank runs what may begin at once, before anything else: the most that gaps could ever do."""
     schedule = CASES[case]()
     assert validate(schedule) == schedule
+    assert uses_collectives(schedule)
     stages = schedule.stages
     for rank in sorted({rank for ranks in stages.ranks for rank in ranks}):
         begin = windows(schedule, rank, stays)
@@ -113,6 +114,20 @@ def test_messages_to_other_ranks_stay_at_their_places():
 def test_nothing_begins_early(options):
     schedule = schedule_of(*TWO, **options)
     assert [windows(schedule, rank, stays) for rank in (0, 1)] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("tables", "options"),
+    [
+        (TWO, {"count": 1}),
+        (FOUR, {"count": 1}),
+        (TWO, {"key": f"{KEY}\nbubble_fill_in_flight = 1"}),
+        (TWO, {"key": ""}),
+    ],
+    ids=["one microbatch", "one microbatch, PP", "one at a time", "without the key"],
+)
+def test_what_comes_right_behind_what_it_needs_has_no_collectives_to_use(tables, options):
+    assert not uses_collectives(schedule_of(*tables, **options))
 
 
 def test_a_rank_with_nothing_else_has_no_collectives_to_use():

@@ -52,7 +52,7 @@ at = "image"
 [data]
 source = "measured_memory:LongAnswers"
 [data.options]
-kinds = {{ image = [1, 32, 32] }}
+kinds = {{ {kinds} }}
 items = 1
 max_text = 100
 [training]
@@ -71,6 +71,24 @@ pipeline_parallel_schedule = "{schedule}"
 pipeline_parallel_microbatch_size = 4
 {tables}
 """
+
+DRAWER = """
+[modules.drawer]
+model = "flow"
+[modules.drawer.config]
+queries = 8
+hidden_size = 192
+num_hidden_layers = 4
+num_attention_heads = 4
+patch_size = 4
+[modules.drawer.loss]
+kind = "flow_matching"
+[[boundaries]]
+from = "llm"
+to = "drawer"
+at = "drawing"
+"""
+"""A module after the LLM, in a recipe's tables."""
 
 ALONE = "[parallelism.vision]\nranks = [0]\n"
 PIPELINE = "[parallelism.llm]\nranks = [0, 1]\npipeline_parallel_degree = 2\n"
@@ -113,6 +131,7 @@ def recipe(
         "key_heads": key_heads,
         "save_ops": f"save_ops = {save_ops}" if save_ops else "",
     }
+    keys["kinds"] = "image = [1, 32, 32]" + ", drawing = [1, 32, 32]" * (DRAWER in tables)
     keys |= {"model": "qwen3_moe", "mlp": EXPERTS} if experts else {"model": "qwen3", "mlp": DENSE}
     return parse_recipe(_RECIPE.format(tables=tables, packed=_toml(packed), encoder=_toml(encoder), **keys))
 

@@ -1,7 +1,7 @@
 """Predicted peak memory of a step against bytes of tensors that are alive in it, on real processes."""
 
 import pytest
-from measured_memory import ADAPTERS, ALONE, PIPELINE, STEP, both, measured, recipe
+from measured_memory import ADAPTERS, ALONE, DRAWER, PIPELINE, STEP, both, measured, recipe
 
 from hetmesh.cost import load_machine
 from hetmesh.resolve.recipe_step_model import recipe_step_model
@@ -21,6 +21,7 @@ SPREAD_SHARDED = (
     both("vision", "projector") + both("llm", key="data_parallel_shard_degree") + "expert_parallel_degree = 2\n"
 )
 APART = ALONE + "[parallelism.projector]\nranks = [1]\n[parallelism.llm]\nranks = [1]\n"
+BEHIND = DRAWER + both("vision", "projector") + PIPELINE
 UNEVEN = "[balance]\nmicrobatch_shares = { vision = [3, 1] }\n"
 ATTENTION = '["aten.scaled_dot_product_attention"]'
 exhaustive = pytest.mark.exhaustive
@@ -30,8 +31,22 @@ CASES = {
     "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16", reduced="bfloat16"),
     "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
     "sequence parallel, fewer key heads": recipe(TENSOR + SEQUENCE, key_heads=2),
+    "generator beside a pipeline": recipe(BEHIND + both("drawer"), schedule="1f1b", batch=16),
 }
 MORE = {
+    "generator tensor parallel": recipe(
+        BEHIND + both("drawer", key="tensor_parallel_degree"), schedule="1f1b", batch=16
+    ),
+    "generator fully sharded, recomputed": recipe(
+        DRAWER + SHARDED + both("drawer", key="data_parallel_shard_degree"), recomputed="full"
+    ),
+    "generator in stages, split backward": recipe(
+        BEHIND + both("drawer", key="pipeline_parallel_degree"), schedule="zero_bubble", batch=16
+    ),
+    "generator in gaps": recipe(BEHIND + both("drawer"), schedule="bubble_fill", batch=16),
+    "generator behind a frozen encoder in bfloat16": recipe(
+        BEHIND + both("drawer"), schedule="1f1b", batch=16, encoder=False, compute="bfloat16"
+    ),
     "context parallel, packed, fewer key heads": recipe(CONTEXT, packed=True, key_heads=2),
     "low-rank adapters behind a frozen encoder": recipe(APART + ADAPTERS, encoder=False),
     "experts on two ranks": recipe(SPREAD, packed=True, experts=True),

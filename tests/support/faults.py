@@ -7,7 +7,7 @@ one lane handed to another, a replica left out of a sum, rows in the wrong order
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hetmesh.graph import Stage
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.draws import Draws
 from hetmesh.parallel import local_gradient
 from hetmesh.runtime import Reducer
 from hetmesh.training.gradients import scale
@@ -104,6 +105,69 @@ class PermuteRows:
             job.runtime.modules[stage].adapter = _Reversed(job.adapters[self.module])  # type: ignore[assignment]
 
 
+@dataclass(frozen=True)
+class DividePerMicrobatch:
+    """Divide the loss of `module` by the number of rows of its microbatch, and multiply by that of the first."""
+
+    module: str
+
+    def __call__(self, job: Job) -> None:
+        if (loss := job.runtime.losses.get(self.module)) is None:
+            return
+        first: list[int] = []
+
+        def divided(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+            first[:] = first or [len(output)] * bool(len(output))
+            return loss(output, batch) * sum(first) / max(len(output), 1)
+
+        _set(job.runtime.losses, self.module, divided)
+
+
+@dataclass(frozen=True)
+class WeighTwice:
+    """Multiply the gradient of `module`'s loss by its weight once more; losses are told as they are."""
+
+    module: str
+
+    def __call__(self, job: Job) -> None:
+        run, weight = job.runtime.run, job.graph.losses[self.module].weight
+
+        def weighed(*args: Any, weights: Mapping[str, float], **kwargs: Any) -> dict[str, Tensor]:
+            return run(*args, weights={**weights, self.module: weights[self.module] * weight}, **kwargs)
+
+        job.runtime.run = weighed  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class TokenLate:
+    """Let the LLM hand on the hidden states of the token behind each placeholder `at`."""
+
+    at: str
+
+    def __call__(self, job: Job) -> None:
+        _set(job.adapters, job.graph.llm.name, _Late(job.adapters[job.graph.llm.name], f"positions.{self.at}"))
+
+
+@dataclass(frozen=True)
+class DrawByPlace:
+    """Draw noise by the place of a sample in its lane and microbatch, as a generator of each rank's own would."""
+
+    def __call__(self, job: Job) -> None:
+        feed = job.feed
+
+        def by_place(*args: Any) -> Any:
+            found = feed(*args)
+            found.draws = _ByPlace(found.draws.seed, found.draws.step)
+            return found
+
+        object.__setattr__(job, "feed", by_place)
+
+
+class _ByPlace(Draws):
+    def of(self, module: str, ids: Sequence[str], *args: Any) -> dict[str, Tensor]:
+        return super().of(module, [str(i) for i in range(len(ids))], *args)
+
+
 class _Wrapped:
     """An adapter that behaves like another except for its fault."""
 
@@ -119,6 +183,16 @@ class _Reversed(_Wrapped):
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
         return self._adapter.forward(module, batch, {k: torch.flip(v, (0,)) for k, v in inputs.items()})
+
+
+class _Late(_Wrapped):
+    def __init__(self, adapter: Adapter, key: str) -> None:
+        super().__init__(adapter)
+        self._key = key
+
+    def collate(self, samples: Any, metas: Any, **kwargs: Any) -> dict[str, Tensor]:
+        batch = self._adapter.collate(samples, metas, **kwargs)
+        return {**batch, self._key: batch[self._key] + 1}
 
 
 class _Swapped(_Wrapped):

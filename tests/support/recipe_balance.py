@@ -62,7 +62,8 @@ def bubble_fill(draw: st.DrawFn, draft: Draft) -> None:
         keys = {"bubble_fill_in_flight": st.just(16)}
         if any(_cut_by_slices(draft, name) for name in draft.modules if name != SINK):
             keys["bubble_fill_layers_per_slice"] = st.integers(1, 2)
-        able = draft.degree(SINK, "tensor") > 1 and not any(map(draft.meets_inside, draft.modules[:-1]))
+        others = [name for name in draft.modules if name != SINK]
+        able = draft.degree(SINK, "tensor") > 1 and not draft.after_llm and not any(map(draft.meets_inside, others))
         if able:
             keys["bubble_fill_in_collectives"] = st.just(True)
         table |= {"pipeline_parallel_schedule": "bubble_fill", "bubble_fill_schedule": inner, **some(draw, **keys)}
@@ -81,6 +82,6 @@ def _cut_by_slices(draft: Draft, name: str) -> bool:
 
 def _on_sink_ranks(draft: Draft, name: str) -> bool:
     """Whether a module reads media on ranks that the LLM has too; without ranks of its own it lies where that lies."""
-    reads = all(boundary["to"] != name for boundary in draft.tables.get("boundaries", ()))
+    reads = name in draft.after_llm or all(b["to"] != name for b in draft.tables.get("boundaries", ()))
     own, llm = (draft.layout(each).get("ranks", range(draft.world)) for each in (name, SINK))
     return reads and bool(set(own) & set(llm))

@@ -38,8 +38,9 @@ class Draft:
         heads: of each module, what a tensor parallel degree must divide.
         shares_tokens: modules that can be context parallel; of an LLM that is none, samples stay whole.
         whole: modules that cannot split what lies between attention and MLP.
-        experts, runs, gaps: make the LLM a mixture of experts wherever that is possible, draw what only a whole run
-            has, and have encoders run in the LLM's collectives wherever they can, instead of sometimes.
+        experts, runs, gaps, generators: make the LLM a mixture of experts wherever that is possible, draw what only a
+            whole run has, have encoders run in the LLM's collectives wherever they can, and modules follow the LLM,
+            instead of sometimes.
     """
 
     world: int
@@ -52,6 +53,7 @@ class Draft:
     experts: bool = False
     runs: bool = False
     gaps: bool = False
+    generators: bool = False
 
     def table(self, *path: str) -> Table:
         """The table at `path`, made where it is missing."""
@@ -72,6 +74,14 @@ class Draft:
         return tuple(name for name in self.modules if name != SINK and name not in fed)
 
     @property
+    def after_llm(self) -> frozenset[str]:
+        """Modules that the LLM's hidden states reach."""
+        found = {SINK}
+        for _ in self.modules:
+            found |= {b["to"] for b in self.tables.get("boundaries", ()) if b["from"] in found}
+        return frozenset(found - {SINK})
+
+    @property
     def lanes(self) -> int:
         """Lanes of the LLM."""
         table = self.layout(SINK)
@@ -84,11 +94,15 @@ class Draft:
         return any("dropout" in each for each in tables)
 
     def layout(self, module: str) -> Table:
-        """The layout table that holds for `module`: its own, or that of its nearest consumer that has one."""
-        tables = self.tables.get("parallelism", {})
+        """The layout table that holds for `module`: its own, or that of its nearest consumer that has one, or producer
+        after the LLM."""
+        tables, boundaries = self.tables.get("parallelism", {}), self.tables.get("boundaries", ())
+        after = self.after_llm
         while module not in tables:
-            outputs = [b["to"] for b in self.tables.get("boundaries", ()) if b["from"] == module]
-            if not outputs:
+            outputs = [b["to"] for b in boundaries if b["from"] == module]
+            if module in after:
+                outputs = [b["from"] for b in boundaries if b["to"] == module and b["from"] in (SINK, *after)]
+            if not outputs or module == SINK:
                 return tables
             module = outputs[0]
         return tables[module]

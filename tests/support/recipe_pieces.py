@@ -15,6 +15,7 @@ from hetmesh.schedule.bubble_fill import INNER_SCHEDULES
 from support.recipe_balance import balance, bubble_fill
 from support.recipe_draft import MESH, SINK, Draft, Piece, Table, some, sometimes
 from support.recipe_experts import expert_layout, experts
+from support.recipe_generators import generators
 from support.recipe_runs import runs
 
 POLICIES = ("sequential", "1f1b", "interleaved", "zero_bubble", "three_phase")
@@ -260,8 +261,9 @@ BEFORE_COLUMNS = {
     "qwen3": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
     "llama": [["q_proj"], ["v_proj", "up_proj"], ["k_proj", "gate_proj"]],
     "siglip": [["q_proj", "v_proj"], ["fc1"]],
+    "flow": [["q_proj", "v_proj"], ["up_proj"]],
 }
-"""Of these names those whose inputs tensor-parallel ranks hold alike."""
+"""Of names of linear layers those whose inputs tensor-parallel ranks hold alike."""
 
 
 def checkpointing(draw: st.DrawFn, draft: Draft) -> None:
@@ -314,6 +316,7 @@ def sample_order(draw: st.DrawFn, draft: Draft) -> None:
 
 
 PIECES: tuple[Piece, ...] = (
+    generators,
     schedule,
     layouts,
     stages,

@@ -79,6 +79,7 @@ def recipes(
     experts_always: bool = False,
     runs_always: bool = False,
     gaps_always: bool = False,
+    generators_always: bool = False,
 ) -> RecipeCase:
     """Recipes that train on at most `world` ranks in well under a second and that hetmesh documents as supported.
 
@@ -88,8 +89,10 @@ def recipes(
         experts_always: a mixture of experts wherever the LLM can be one.
         runs_always: what only whole runs have: checkpoints, evaluations, recordings.
         gaps_always: encoders in the LLM's collectives wherever they can be.
+        generators_always: modules after the LLM wherever they can be.
     """
-    draft = Draft(world, experts=experts_always, runs=runs_always, gaps=gaps_always)
+    always = {"experts": experts_always, "runs": runs_always, "gaps": gaps_always, "generators": generators_always}
+    draft = Draft(world, **always)
     GRAPHS[draw(st.sampled_from(graphs))](draw, draft)
     for piece in PIECES:
         piece(draw, draft)
@@ -121,6 +124,7 @@ def draw_recipes(
             experts_always="expert" in (feature or ""),
             runs_always=feature in OF_RUNS,
             gaps_always=feature == "in collectives",
+            generators_always=feature in OF_OUTPUTS,
         )
     )
     def keep(case: RecipeCase) -> None:
@@ -238,6 +242,43 @@ OF_RUNS: Mapping[str, Callable[[Recipe], bool]] = {
 }
 """Features of whole runs -> whether a recipe uses them."""
 
+
+def _after(recipe: Recipe) -> frozenset[str]:
+    return recipe.wiring.topology.after_llm
+
+
+def _after_mesh(axis: str) -> Callable[[Recipe], bool]:
+    return lambda recipe: any(recipe.wiring.meshes[name].axis_size(axis) > 1 for name in _after(recipe))
+
+
+def _feeds_both(recipe: Recipe) -> bool:
+    sources = [b.source for b in recipe.boundaries if b.destination == "drawer"]
+    return any(b.source in sources and b.destination not in _after(recipe) for b in recipe.boundaries)
+
+
+OF_OUTPUTS: Mapping[str, Callable[[Recipe], bool]] = {
+    "modules after the LLM": lambda r: bool(_after(r)),
+    "several modules after the LLM": lambda r: len(_after(r) & r.wiring.losses.keys()) > 1,
+    "flow": _models("flow"),
+    "regression head": lambda r: "head" in _after(r),
+    "connector after the LLM": lambda r: bool(_after(r) - r.wiring.losses.keys()),
+    "hidden states of a layer": lambda r: any(b.layer for b in r.boundaries),
+    "ranks of its own after the LLM": lambda r: any(
+        set(r.wiring.meshes[name].ranks) != set(r.wiring.meshes[r.llm].ranks) for name in _after(r)
+    ),
+    "stages after the LLM": _after_mesh("pp"),
+    "tensor parallel after the LLM": _after_mesh("tp"),
+    "FSDP after the LLM": _after_mesh("dp_shard"),
+    "frozen after the LLM": lambda r: any(not r.modules[name].trainable for name in _after(r)),
+    "LoRA after the LLM": lambda r: any(r.modules[name].lora is not None for name in _after(r)),
+    "targets of an encoder": lambda r: "autoencoder" in r.modules,
+    "targets of an encoder that the LLM reads": _feeds_both,
+    "encoder with a loss": lambda r: any(name not in (r.llm, *_after(r)) for name in r.wiring.losses),
+    "losses by name": lambda r: any(":" in loss.kind for loss in r.wiring.losses.values()),
+    "loss of no weight": lambda r: any(loss.weight == 0 for loss in r.wiring.losses.values()),
+}
+"""Features of modules after the LLM, and of several losses -> whether a recipe uses them."""
+
 FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "identical ranks": _relation(lambda a, b: a == b),
     "disjoint ranks": _relation(lambda a, b: not a & b),
@@ -332,5 +373,6 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "image tiles": lambda r: _directory(r) in TILED,
     **{kind: _of_kind(kind) for kind in LAYERS.values()},
     **OF_RUNS,
+    **OF_OUTPUTS,
 }
 """Feature -> whether a recipe uses it."""

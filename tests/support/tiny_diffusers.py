@@ -50,6 +50,25 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "caption_channels": CONDITION,
     },
+    "AuraFlowTransformer2DModel": {
+        "sample_size": 4,
+        "in_channels": 4,
+        "num_mmdit_layers": 1,
+        "num_single_dit_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": CONDITION,
+        "caption_projection_dim": 16,
+        "pos_embed_max_size": 4,
+    },
+    "PRXTransformer2DModel": {
+        "in_channels": 4,
+        "context_in_dim": CONDITION,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "depth": 2,
+        "axes_dim": [4, 4],
+    },
 }
 AUTOENCODERS: dict[str, dict[str, Any]] = {
     "AutoencoderKL": {

@@ -10,7 +10,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.export.export import export_last
+from hetmesh.parallel.linear_cross_entropy import sum_cross_entropy
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
 from hetmesh.records.dump_folder import TIMELINE_FILE as TIMELINE
 from hetmesh.records.metrics import StepMetrics
+from hetmesh.resolve.named_loss import named_loss
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
@@ -47,6 +49,7 @@ class Ran:
         parameters: full tensors at its end.
         evaluation: its last one: loss, which answers are right, and what was guessed; None where nothing is held out.
         answers: what it answered by itself.
+        of_modules: the evaluation's loss by module.
     """
 
     first: int
@@ -55,6 +58,7 @@ class Ran:
     parameters: Mapping[str, Tensor]
     evaluation: tuple[float, Tensor, Tensor] | None
     answers: tuple[tuple[int, ...], ...]
+    of_modules: Mapping[str, float] = field(default_factory=dict)
 
 
 def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
@@ -82,6 +86,7 @@ def run_whole(rank: int, recipe: Recipe, stop: int | None = None) -> Ran:
         parameters,
         None if last is None else (last.loss, last.right, last.predicted),
         () if answered is None else answered.answers,
+        {} if last is None else last.losses,
     )
 
 
@@ -170,7 +175,7 @@ class _Runs:
         if ran.evaluation is not None:
             loss, right, predicted = evaluate_alone(recipe, path)
             limit = TOLERANCE[recipe.training.dtype]
-            _compare("the evaluation in one process", loss, ran.evaluation[0], limit)
+            _compare("the evaluation in one process", loss, ran.of_modules[recipe.llm], limit)
             if not (torch.equal(right, ran.evaluation[1]) and torch.equal(predicted, ran.evaluation[2])):
                 raise ParityError(f"one process guesses {predicted.tolist()}, the run {ran.evaluation[2].tolist()}")
         shutil.rmtree(path)
@@ -193,13 +198,14 @@ def evaluate_alone(recipe: Recipe, path: Path) -> tuple[float, Tensor, Tensor]:
     model, source = OneProcess.load(recipe, SavedRun(recipe, path)), held_out_source(recipe)
     assert source is not None
     count = min(len(source), recipe.validation.samples or len(source))
-    losses, right, guesses = 0.0, [], []
+    losses, right, guesses, table = 0.0, [], [], recipe.modules[recipe.llm].loss
+    loss = named_loss("", table) if table is not None and ":" in table.kind else sum_cross_entropy
     with exact_dtypes(*model.modules.values(), every_cast=is_split(model.resolved.adapters)):
         for index in range(count):
             logits = model.logits(_Only(source, index))
             (start, stop), *_ = source.meta(index).targets
             targets = source.load(index, ()).tokens[start:stop]
-            losses += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+            losses += float(loss(logits, {"targets": targets}))
             guesses.append(logits.argmax(1))
             right.append(bool((guesses[-1] == targets).all()))
     predicted = nn.utils.rnn.pad_sequence(guesses, batch_first=True, padding_value=-1)
@@ -230,7 +236,7 @@ def _up_to(ran: Ran, step: int) -> Ran:
 
 
 def _from(ran: Ran, step: int) -> Ran:
-    return Ran(step, ran.losses[step:], ran.norms[step:], ran.parameters, ran.evaluation, ran.answers)
+    return replace(ran, first=step, losses=ran.losses[step:], norms=ran.norms[step:])
 
 
 def compare_runs(expected: list[Ran], given: list[Ran], what: str, limit: float = 0.0, *, whole: bool = True) -> None:
@@ -251,6 +257,8 @@ def compare_runs(expected: list[Ran], given: list[Ran], what: str, limit: float 
             if ran.evaluation is None:
                 raise ParityError(f"{what}: no evaluation on rank {rank}")
             _compare(f"{what}: the evaluation's loss on rank {rank}", first.evaluation[0], ran.evaluation[0], limit)
+            for name, loss in first.of_modules.items():
+                _compare(f"{what}: the evaluation's loss of {name} on rank {rank}", loss, ran.of_modules[name], limit)
             if not all(map(torch.equal, first.evaluation[1:], ran.evaluation[1:])):
                 raise ParityError(
                     f"{what}: other guesses: {ran.evaluation[2].tolist()}, not {first.evaluation[2].tolist()}"

@@ -12,6 +12,8 @@ import pytest
 
 from hetmesh.cost import StageCost, StepCosts, load_machine
 from hetmesh.graph import Stage
+from hetmesh.layout import plan_transfer
+from hetmesh.testing.bounds import minimal_bytes
 
 TOOLS = Path(__file__).parents[2] / "tools"
 PACKAGES = {"advantage", "balance", "boundary", "bubble", "frozen", "optimus", "schedule", "straggler"}
@@ -108,6 +110,14 @@ def test_the_time_target_is_for_large_tensors_without_sums_that_are_split(load):
     assert by_name["disjoint DP4 -> TP4, all replicated"][1].has_target
 
 
+def test_plans_out_of_the_llm_move_the_fewest_bytes(load):
+    for case in load("benchmarks.boundary.out_of_llm").CASES:
+        shape, src, dst = case.layouts()
+        plan = plan_transfer(shape, src, dst)
+        for way, ends in ((plan, (src, dst)), (plan.transpose(), (dst.gradient(), src.gradient()))):
+            assert way.bytes_moved(4) == minimal_bytes(shape, *ends, 4) > 0, case.name
+
+
 def test_a_round_lasts_from_the_start_to_the_last_end(load):
     measure = load("benchmarks.boundary.measure")
     records = [measure.Record({"planned": [(1.0, 1.5), (3.0, 3.1)]}, {"planned": [0.5, 0.25]}, 0, "p2p", 1)]
@@ -124,12 +134,36 @@ def test_convergence_reports_the_largest_differences(load, monkeypatch):
         losses = [2.0, 1.0 + 0.25 * (name == "digits"), 0.5]
         return {"losses": losses, "answer_accuracy": accuracy[name], "steps": 3, "train_seconds": 1.0}
 
-    monkeypatch.setattr(convergence, "_train", train)
+    monkeypatch.setattr(convergence, "train", train)
     result = convergence.run(options(convergence, "--steps", "3"))
     assert result["max_loss_difference"] == 0.25
     assert result["max_accuracy_difference"] == pytest.approx(0.02)
     assert result["runs"].keys() == accuracy.keys()
     assert "digits_overlapping" in convergence.table(result)
+
+
+def test_drawing_reports_the_worst_seed_and_the_largest_difference_of_any_loss(load, monkeypatch, tmp_path):
+    drawing = load("benchmarks.drawing")
+
+    def train(name, folder, steps, *keys):
+        assert (name, steps) == ("digits_draw", None)
+        folder.mkdir(parents=True)
+        other = "--training.steps=100" in keys
+        assert other == ("--parallelism.drawer.tensor_parallel_degree=2" in keys)
+        losses = {"llm": 1.0, "drawer": 2.0 + 0.5 * other}
+        lines = [json.dumps({"loss": 3.0, "losses": losses})] * (100 if other else 150) + ['{"validation": {}}']
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        accuracy = 0.95 - 0.01 * int(keys[0].removeprefix("--debug.seed="))
+        (folder / "summary.json").write_text(json.dumps({"drawn_accuracy": accuracy, "drawn": 40}))
+        return {"answer_accuracy": accuracy + 0.03, "questions": 60, "steps": 150, "seconds": 1.0}
+
+    monkeypatch.setattr(drawing.convergence, "train", train)
+    result = drawing.run(options(drawing, "--seeds", "0", "1", "--folder", str(tmp_path)))
+    assert (result["min_drawn_accuracy"], result["min_answer_accuracy"]) == (0.94, pytest.approx(0.97))
+    assert result["loss_difference"] == {"total": 0, "llm": 0, "drawer": 0.5}
+    assert result["max_loss_difference"] == 0.5
+    assert result["judge_accuracy"] == pytest.approx(0.971, abs=5e-4)
+    assert "seed 1" in drawing.table(result)
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""The benchmark of ten plans: they are what it says, and a run of a small one has its keys."""
+"""The benchmark of twelve plans: they are what it says, and a run of a small one has its keys."""
 
 import argparse
 import importlib
@@ -18,8 +18,8 @@ def plans(monkeypatch):
     return importlib.import_module("benchmarks.plans")
 
 
-def test_ten_plans_of_one_batch(plans):
-    assert len(plans.PLANS) == 10
+def test_twelve_plans_of_one_batch(plans):
+    assert len(plans.PLANS) == 12
     seen = set()
     for plan in plans.PLANS:
         assert plan.microbatch not in plan.fitted
@@ -30,8 +30,9 @@ def test_ten_plans_of_one_batch(plans):
         assert recipe.batch.global_batch_size == 16
         assert (graph["llm"].options.activation_checkpoint == "full") == plan.recomputed
         meshes = tuple((graph[name].mesh.ranks, graph[name].mesh.axes) for name in graph.order)
+        assert ("drawer" in graph.losses) == plan.draws
         seen.add((meshes, recipe.schedule, plan.microbatch, plan.recomputed))
-    assert len(seen) == 10
+    assert len(seen) == 12
 
 
 def test_ranks_are_compared_by_their_order(plans):
@@ -43,10 +44,11 @@ def test_ranks_are_compared_by_their_order(plans):
 def test_a_small_run_has_the_keys(plans):
     parser = argparse.ArgumentParser()
     plans.add_arguments(parser)
-    given = ["--only", "3", "8", "--rounds", "1", "--seconds", "0", "--width", "16", "--samples", "8"]
+    given = ["--only", "3", "8", "11", "--rounds", "1", "--seconds", "0", "--width", "16", "--samples", "8"]
     result = plans.run(parser.parse_args(given))
     assert {"rank_correlation", "mean_error", "worst_error", "predicted_span", "rows"} <= result.keys()
     for row in result["rows"]:
         assert row["predicted_ms"] > row["optimizer_ms"] > 0 < row["measured_ms"]
+        assert row["memory_error"] < 0.2
     assert "fully sharded" in plans.table(result)
     json.dumps(result, allow_nan=False)

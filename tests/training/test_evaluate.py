@@ -167,7 +167,9 @@ def test_an_answer_that_was_cut_is_not_right(job, tmp_path, seq_len, right):
 
 def test_accuracy_by_kind():
     kinds = ("read", "add", "read", "read")
-    evaluation = Evaluation(1.0, torch.tensor([True, True, False, False]), torch.zeros(4, 1), kinds)
+    evaluation = Evaluation(
+        1.0, torch.tensor([True, True, False, False]), torch.zeros(4, 1), torch.ones(4).bool(), kinds
+    )
     assert evaluation.accuracy == 0.5
     assert evaluation.accuracy_by_kind == {"add": 1.0, "read": pytest.approx(1 / 3)}
 
@@ -178,7 +180,7 @@ def test_all_kinds_of_questions_are_shown_and_fit_a_terminal():
     predicted = torch.full((60, 7), -1)
     predicted[:, :2] = source.load(0).tokens[-2:]
     right = torch.arange(60) % 2 == 0
-    shown = show(source, Evaluation(1.0, right, predicted, kinds))
+    shown = show(source, Evaluation(1.0, right, predicted, torch.ones_like(right), kinds))
     assert len(shown) == 5
     assert len(set(shown)) == 5
     questions = [text.splitlines()[-2] for text in shown]
@@ -197,4 +199,4 @@ def test_all_kinds_of_questions_are_shown_and_fit_a_terminal():
 
 
 def test_sources_without_questions_have_nothing_to_show():
-    assert show(held_out(), Evaluation(1.0, torch.tensor([True]), torch.zeros(1, 1), ())) == []
+    assert show(held_out(), Evaluation(1.0, torch.tensor([True]), torch.zeros(1, 1), torch.tensor([True]), ())) == []

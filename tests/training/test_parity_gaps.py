@@ -308,6 +308,25 @@ def test_what_has_collectives_of_its_own_is_refused_beside_others():
     resolve(both(*TWO, llm())[1])
 
 
+FROZEN = {"trained": "frozen encoder", "projector": "trainable = false"}
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "cap", "options", "given"),
+    [
+        (8, "", {}, "1 microbatch"),
+        (2, "bubble_fill_in_flight = 1", {}, "4 microbatches and bubble_fill_in_flight = 1"),
+        (2, "bubble_fill_in_flight = 2", {}, None),
+        (2, "bubble_fill_in_flight = 1", FROZEN, None),  # the next forward runs beside the backward
+    ],
+)
+def test_a_key_with_which_nothing_would_run_in_collectives_is_told(microbatch, cap, options, given):
+    recipe = filled("1f1b", *TWO, llm(), extra=f"{KEY}\n{cap}", batch=8, microbatch=microbatch, **options)
+    says = f"note: parallelism.bubble_fill_in_collectives = True: with {given} there is nothing that encoders could run"
+    told = [line.startswith(says) for line in checked(recipe)[1] if "in_collectives" in line]
+    assert told == ([] if given is None else [True])
+
+
 def built(rank, given):
     with pytest.raises(RecipeError) as caught:
         Job.assemble(resolve(given), World.current())

@@ -129,6 +129,63 @@ def test_parts_of_ones_own_equal_one_process(pool4, meshes, schedule):
     assert {name for _, full, _, _ in ranks for name in full} == set(parameters)
 
 
+HEAD = MeshSpec.make([1, 3], dp_replicate=2)
+"""Where a second part lies that reads what the middle one emits."""
+
+
+def of_head(output, batch):
+    return output.double().square().sum()
+
+
+def two_losses(rank, schedule, wrong=""):
+    """Losses and parameters where the decoder, the middle and a head that reads it have a loss."""
+    _, pipeline = make(rank, MESHES)
+    head = head_module() if hetmesh.device_mesh(HEAD) is not None else None
+    parts = {**pipeline.parts, "head": Part(head, HEAD, dtype=torch.float64)}
+    losses = {"decoder": loss, "head": of_head, "middle": of_head}
+    if wrong:
+        losses[wrong] = lambda output, batch: output.square().mean()
+    both = Pipeline(parts, [*EDGES, ("middle", "head")], loss=losses, schedule=schedule, microbatch=4)
+    optimizer = torch.optim.SGD([{"params": both.parameters()}], lr=0.5, foreach=False)
+    found = []
+
+    def own(name, samples):
+        return {} if name == "head" else load(name, samples)
+
+    for _ in range(3):
+        found.append(both.step(own, SAMPLES, divide_by=TARGETS))
+        optimizer.step()
+    named = {f"{n}.{k}": p for n, each in both.parallel.items() for k, p in each.module.named_parameters()}
+    return found, {k: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for k, p in named.items()}
+
+
+def head_module():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(24, 2)).double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("sequential", marks=pytest.mark.exhaustive)])
+def test_several_parts_with_a_loss_equal_one_process(pool4, schedule):
+    own, (images, targets) = {**modules(), "head": head_module()}, data()
+    parameters = {f"{n}.{k}": p for n, m in own.items() for k, p in m.named_parameters()}
+    optimizer, losses = torch.optim.SGD(parameters.values(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        rows = own["middle"](own["encoder"](images))
+        total = loss(decode(own["decoder"], {}, {"middle": rows}), {"targets": targets})
+        total = (total + of_head(own["head"](rows), {}) + of_head(rows, {})) / TARGETS
+        total.backward()
+        optimizer.step()
+        losses.append(total.item())
+    for found, full in pool4.run(two_losses, schedule):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, value in full.items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-12, atol=1e-12)
+    with pytest.raises(LossError, match=r"loss .*<lambda>: must be a sum over its samples"):
+        pool4.run(two_losses, schedule, "head")
+
+
 ONE_NUMBER = {"encoder": MeshSpec.make(range(4), dp_replicate=4), "llm": MeshSpec.make([2, 3], dp_replicate=2)}
 
 

@@ -47,6 +47,14 @@ def test_every_layer_of_every_module_is_measured():
     assert isinstance(profile, Profile)
 
 
+@pytest.mark.slow
+def test_layers_of_a_module_after_the_llm_are_measured_too():
+    recipe = load_recipe(DIGITS.with_name("digits_draw.toml"), ("--training.local_batch_size", "4"))
+    resolved = resolve(recipe)
+    profile = profile_recipe(resolved, seconds=0)
+    assert {layer_kind(layer) for layer in resolved.shapes["drawer"].layers} <= profile.layers.keys()
+
+
 def with_own_profile(rank, recipes):
     with pytest.raises(RecipeError) as refused:
         Job.assemble(resolve(recipes[rank]), World.current())

@@ -42,6 +42,30 @@ def test_the_parts_compute_what_transformers_computes(directory, name):
     assert self_check(parse_recipe(tiny_vlms.recipe_text(directory(name)), short)) < TOLERANCE
 
 
+DRAWER = """
+[modules.drawer]
+model = "flow"
+config = { queries = 4, hidden_size = 32, num_hidden_layers = 1, num_attention_heads = 4, patch_size = 2 }
+loss = { kind = "flow_matching" }
+[[boundaries]]
+from = "vision"
+to = "llm"
+at = "image"
+[[boundaries]]
+from = "llm"
+to = "drawer"
+at = "drawing"
+"""
+
+
+@pytest.mark.slow
+def test_what_comes_up_to_the_llm_is_compared_where_a_module_follows_it(directory):
+    kinds = "kinds = { image = [3, 8, 8], drawing = [1, 8, 8] }"
+    recipe = parse_recipe(tiny_vlms.recipe_text(directory("gemma3"), DRAWER, kinds))
+    assert why_not_compared(recipe) == ""
+    assert self_check(recipe) < TOLERANCE
+
+
 @pytest.mark.slow
 def test_a_directory_with_further_parts_is_compared_by_the_part_that_is_trained(tmp_path):
     path = tiny_vlms.save_inside("qwen2_5_omni", "thinker_config", tmp_path)

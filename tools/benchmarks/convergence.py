@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train all layouts, one after the other."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
-        runs = {name: _train(name, folder / name, args.steps) for name in (REFERENCE, *LAYOUTS)}
+        runs = {name: train(name, folder / name, args.steps) for name in (REFERENCE, *LAYOUTS)}
     truth = runs[REFERENCE]
     for each in runs.values():
         pairs = zip(truth["losses"][:COMPARED], each["losses"][:COMPARED], strict=True)
@@ -70,10 +70,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _train(name: str, folder: Path, steps: int | None) -> dict[str, Any]:
+def train(name: str, folder: Path, steps: int | None, *keys: str) -> dict[str, Any]:
+    """Train a recipe, with `keys` on the command line, and say what its losses and answers were."""
     command = [sys.executable, "-m", "hetmesh", "train", str(ROOT / "recipes" / f"{name}.toml")]
     command += [f"--job.dump_folder={folder}", "--validation.freq=0", "--validation.samples=384"]
-    command += [f"--training.steps={steps}"] if steps else []
+    command += [*([f"--training.steps={steps}"] if steps else []), *keys]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.getenv("PYTHONPATH")]))
     }

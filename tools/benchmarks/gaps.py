@@ -269,7 +269,9 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
             patch.object(job.runtime, "reducers", {k: partial(begins, r) for k, r in reducers.items()}),
             job.runtime.stops.of(idle) if stops else nullcontext(),
         ):
-            dist.barrier()
+            latest = torch.tensor(clock.now(), dtype=torch.float64)
+            dist.all_reduce(latest, dist.ReduceOp.MAX)
+            clock.waited += float(latest) - clock.now()  # or the first collective would wait for the rank that is ahead
             started = clock.now()
             job.runtime.run(schedule, plan, feed, step=0, transfers=transfers)
             taken = clock.now() - started
@@ -317,13 +319,18 @@ def _of_gap(
     stops: dict[Stage, int],
 ) -> dict[str, Any]:
     """What one rank measured with gaps of so many seconds."""
-    spent.clear()
     step(Clock(gap), True)  # from now on there are stops
-    with_stops, clocks = [], [Clock(gap) for _ in range(3)]
-    for clock in clocks:
+    spent.clear()
+    plain, lending, with_stops, outside = [], [], [], []
+    plain_clock, clock = Clock(gap), Clock(gap)
+    for _ in range(rounds):  # what is predicted from comes from the same minutes as what it is compared with
+        plain.append(step(plain_clock, False))
+        lending.append(step(clock, True))
         with_stops.append(step(Clock(gap), False, stops=True))
-        step(clock, False, timed=True, stops=True)
-    outside = statistics.median(clock.outside for clock in clocks)
+        timed = Clock(gap)
+        step(timed, False, timed=True, stops=True)
+        outside.append(timed.outside)
+    around = statistics.median(outside)
     median = {action: sorted(each)[len(each) // 2] for action, each in spent.items()}
     compute = {
         action: seconds for action, (seconds, _) in median.items() if action.kind in (Kind.FORWARD, Kind.BACKWARD)
@@ -331,10 +338,6 @@ def _of_gap(
     last = max(action.microbatch for action in compute)
     ends = {(Kind.FORWARD, 0), (Kind.BACKWARD, last)}
     beside = {action: seconds for action, seconds in compute.items() if action.stage in schedule.beside}
-    plain, lending, plain_clock, clock = [], [], Clock(gap), Clock(gap)
-    for _ in range(rounds):
-        plain.append(step(plain_clock, False))
-        lending.append(step(clock, True))
     counted, stop = [0], Side.stop
 
     def counting(side: Side) -> None:
@@ -358,8 +361,8 @@ def _of_gap(
                 for action, (seconds, parts) in median.items()
                 if action in compute
             },
-            (statistics.median(with_stops) - outside - sum(compute.values())) / len(compute),
-            outside,
+            (statistics.median(with_stops) - around - sum(compute.values())) / len(compute),
+            around,
             hand_over,
         ),
     }

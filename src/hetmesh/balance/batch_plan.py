@@ -113,10 +113,11 @@ class BatchPlan:
     @cached_property
     def loss_counts(self) -> dict[str, int]:
         """Per module with a loss what its sum over the whole global batch is divided by, once."""
-        return {
-            name: self.num_targets if loss.unit == "tokens" else int(self._rows(name + LOSS_UNITS).sum())
-            for name, loss in self.graph.losses.items()
-        }
+        return {name: int(self.counted(name).sum()) for name in self.graph.losses}
+
+    def counted(self, name: str) -> np.ndarray:
+        """What the loss of a module counts of each sample."""
+        return self.metas.num_targets if self.graph.losses[name].unit == "tokens" else self._rows(name + LOSS_UNITS)
 
     @property
     def num_tokens(self) -> int:

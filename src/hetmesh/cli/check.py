@@ -56,6 +56,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
     from hetmesh.resolve.refusals import check_run, needs_of_device
     from hetmesh.resolve.resolved import check_first_batch, resolve
     from hetmesh.resolve.samples import check_media_files, held_out_source, in_order_of_training
+    from hetmesh.resolve.schedules import idle_in_collectives
     from hetmesh.resolve.summary import summary
 
     refusals, resolved, held_out = Refusals(), None, None
@@ -84,5 +85,6 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
     assert resolved is not None
     late = [phase.start_step for phase in recipe.data.phases if phase.start_step >= recipe.training.steps]
     notes += [f"data.phases: the phase from step {start} on never begins, after training.steps" for start in late]
-    notes = [*resolved.notes, *notes, *needs_of_device(recipe), *abilities_of(resolved.source).notes()]
+    notes = [*resolved.notes, *notes, *needs_of_device(recipe), *idle_in_collectives(recipe, resolved.graph)]
+    notes += abilities_of(resolved.source).notes()
     return resolved, [*summary(resolved), *(f"note: {note}" for note in notes)]

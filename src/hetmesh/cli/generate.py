@@ -1,4 +1,5 @@
-"""`hetmesh generate RUN "question" --image FILE`: ask what a run has learned, or what a recipe starts from."""
+"""`hetmesh generate RUN "question" --image FILE`: ask what a run has learned, or what a recipe starts from; with `--out
+FILE` the answer is an image."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from hetmesh.training.one_process import OneProcess
 
 
+MEDIA = ("--image", "--video", "--audio")
+
+
 class _Media(argparse.Action):
     """Images and recordings in the order in which they are given."""
 
@@ -27,17 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Whom to ask, what, and how the answer is drawn."""
     parser.add_argument("run", metavar="RUN|RECIPE", help="a run's dump folder, or a recipe whose modules have weights")
     parser.add_argument("question", nargs="?", help="what to ask; <image> in it stands for the next image")
-    media = ("--image", "--video", "--audio")
-    parser.add_argument(*media, dest="media", action=_Media, metavar="FILE", help="may be repeated")
+    parser.add_argument(*MEDIA, dest="media", action=_Media, metavar="FILE", help="may be repeated")
     parser.add_argument("--sample", type=int, metavar="N", help="ask held-out sample N of the recipe's data instead")
     parser.add_argument("--step", type=int, help="the checkpoint of that step (the newest one)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens of an answer (128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token each time (0)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn at temperatures above 0 (0)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where to write the image that is the answer: seven.png"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of an image, and of temperatures above 0 (0)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Ask, and print the answer; what is asked of whom goes to stderr."""
+    """Ask, and print or write the answer; what is asked of whom goes to stderr."""
     _check(args)
     import torch
 
@@ -76,8 +82,16 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"{file}: there is no such file")
 
 
+def _write(model: OneProcess, source: Source, index: int, args: argparse.Namespace) -> str:
+    from hetmesh.inference.drawn import drawn_item, write_image
+
+    write_image(drawn_item(model, source, index, seed=args.seed), args.out)
+    return f"written to {args.out}"
+
+
 def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.synthetic import MemorySource
+    from hetmesh.inference.drawn import made_of
     from hetmesh.inference.generate import prompt_source
 
     asker = prompt_source(model.resolved.source, model.resolved.recipe)
@@ -85,9 +99,14 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     source = MemorySource(
         [sample], model.resolved.source.vocab_size, model.resolved.source.placeholders, model.resolved.source.pad_id
     )
+    if args.out is not None:
+        yield _write(model, source, 0, args)
+        return
+    if made_of(model, sample[0]):
+        raise UsageError(f"the answer to {args.question!r} is an image; say where to write it: --out FILE")
     answer = asker.decode(_tokens(model, source, 0, args))
     if not answer and not args.media and source.placeholders:
-        option = " or ".join(f"--{kind} FILE" for kind in source.placeholders)
+        option = " or ".join(f"--{kind} FILE" for kind in source.placeholders if f"--{kind}" in MEDIA)
         raise UsageError(f"the answer to {args.question!r} is empty; if it is about a file, give it: {option}")
     yield answer
 
@@ -105,6 +124,9 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     index = args.sample
     if not 0 <= index < len(source):
         raise UsageError(f"--sample {index}: there are held-out samples 0 to {len(source) - 1}")
+    if args.out is not None:
+        yield _write(model, source, index, args)
+        return
     if isinstance(source, QuestionSource):
         picture, question, truth = source.picture(index), source.question(index), source.answer(index)
         yield from filter(None, (picture, f"Q: {question}"))

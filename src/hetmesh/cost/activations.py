@@ -56,6 +56,7 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     if len(products) > 1:
         kept += (0 if how.compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
         kept += sum(_norm_elements(layer, products[0], tp, itemsize, between, how.compiled))
+        kept += between * layer.row_copies * products[0].inputs
     elif not products and layer.weights:
         # the rows of a table; or what a norm makes of its input, for the gradient of its weight
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
@@ -227,7 +228,7 @@ def _in_flight(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     it multiplies and the product of both, forward as backward; or what experts hold."""
     layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
-    for _, group in itertools.groupby(products, lambda w: (w.name.rpartition(".")[0].rpartition(".")[0], w.inputs)):
+    for _, group in itertools.groupby(products, lambda w: (_part(w), w.inputs, w.tp_dim)):
         widest = max(widest, sum(output_share(w, how.tp) * w.per_row * w.outputs for w in group))
     # what an adapter adds is there beside what it is added to
     widest += max((output_share(half, how.tp) * half.outputs for half in halves), default=0.0)

@@ -94,6 +94,7 @@ class LayerShape(HashedOnce):
         by_chunks: of such a head: logits, loss and all gradients are made by chunks of targets, in the forward.
         tokens_per_row: rows that enter it for each row of the module: patches, of which a merger after it makes one.
         attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
+        row_copies: tensors as wide as its rows that it reads beside these (factors of norms that are modulated).
         key_heads: of its attention, where tensor-parallel ranks may be more and then share them; 0: they are not.
     """
 
@@ -107,6 +108,7 @@ class LayerShape(HashedOnce):
     tokens_per_row: int = 1
     attention_copies: int = 0
     key_heads: int = 0
+    row_copies: int = 0
     by_chunks: bool = False
 
     __hash__ = HashedOnce.__hash__

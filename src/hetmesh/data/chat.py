@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hetmesh.data.chat_template import (
     left_out,
     time_limit,
 )
+from hetmesh.data.generated import Generated
 from hetmesh.data.turns import NOTHING, Further
 from hetmesh.errors import RecipeError, SampleError
 
@@ -53,9 +55,10 @@ class Chat:
         placeholders: kind of media -> the token of the vocabulary that stands for one item of it.
         template: a chat template (Jinja) instead of the tokenizer's own.
         key: prefix of the recipe keys in errors.
+        generated: kinds that the assistant makes, whose tokens a template gets as text.
 
     Raises:
-        RecipeError: there is no such tokenizer, or a placeholder is not one token.
+        RecipeError: there is no such tokenizer, or a placeholder is not one token, or has another meaning.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Chat:
         placeholders: Mapping[str, str],
         template: str | None = None,
         key: str = "[data.options]",
+        generated: Mapping[str, Generated] = MappingProxyType({}),
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -86,10 +90,21 @@ class Chat:
         self._special = {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
         self._special |= set(tokenizer.all_special_tokens)
         self.texts = dict(placeholders)
-        self.placeholders = {kind: self._placeholder(kind, text, key) for kind, text in placeholders.items()}
-        if len(set(self.placeholders.values())) < len(self.placeholders):
-            raise RecipeError(f"{key} placeholders = {self.texts}: each kind of media needs a token of its own")
-        self.reserved = frozenset(self.texts.values())
+        made = {kind: item.token for kind, item in generated.items()}
+        read_key, made_key = f"{key} placeholders", f"{key} generated"
+        self.placeholders = {kind: self._placeholder(kind, text, read_key) for kind, text in placeholders.items()}
+        self.generated = {kind: self._placeholder(kind, text, made_key) for kind, text in made.items()}
+        self._fixed = frozenset({*self.placeholders.values(), *self.generated.values()})
+        if len(self._fixed) < len(placeholders) + len(made):
+            where, given = made_key if made else read_key, {**self.texts, **made}
+            raise RecipeError(f"{where} = {given}: each kind of media needs a token of its own")
+        meanings = {getattr(tokenizer, f"{name}_token"): name for name in ("pad", "eos", "bos", "unk")}
+        if taken := [text for text in made.values() if text in meanings]:
+            raise RecipeError(
+                f"{made_key}: {taken[0]!r} is the tokenizer's {meanings[taken[0]]}_token; take a special token "
+                f"without another meaning. It has {sorted(self._special)[:16]}"
+            )
+        self.reserved = frozenset({*self.texts.values(), *made.values()})
         with time_limit(self.template, key):
             self._form = content_form(self._apply, self.texts, key)
             self.breaks = broken_lines(self._apply, self._form, self.texts)
@@ -99,14 +114,14 @@ class Chat:
                 self._render("", [("user", "a"), ("assistant", "b")])
         fillers = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, *range(self.vocab_size))
         # Padding is never looked at, so any token but a placeholder will do.
-        self.pad_id = next(i for i in fillers if i is not None and i not in self.placeholders.values())
+        self.pad_id = next(i for i in fillers if i is not None and i not in self._fixed)
 
     def _placeholder(self, kind: str, text: str, key: str) -> int:
         token = self.tokenizer.convert_tokens_to_ids(text)
         unknown = token is None or (token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
         if unknown or self.tokenizer(text, add_special_tokens=False)["input_ids"] != [token]:
             raise RecipeError(
-                f"{key} placeholders: {text!r} (for {kind!r}) is not one token of the vocabulary; take a special token "
+                f"{key}: {text!r} (for {kind!r}) is not one token of the vocabulary; take a special token "
                 f"that texts do not use. It has {sorted(self._special)[:16]}"
             )
         return token
@@ -125,10 +140,9 @@ class Chat:
         text, spans = self.text_and_spans(sample_id, messages, further)
         encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = tuple(encoding["input_ids"])
-        fixed = set(self.placeholders.values())
         turns = [
             next((turn for a, b, turn in spans if a < stop and start < b), None)
-            if i > 0 and token not in fixed and start < stop
+            if i > 0 and token not in self._fixed and start < stop
             else None
             for i, (token, (start, stop)) in enumerate(zip(ids, encoding["offset_mapping"], strict=True))
         ]
@@ -267,7 +281,9 @@ class Chat:
                 break
         else:
             holds = any(token in turn for token in self.texts.values() for _, turn in turns)
-            move = ", which holds media: move these into the user's turn" if holds else ""
+            move = (
+                ", which holds media: move these into the user's turn, or see [data.options] generated" if holds else ""
+            )
             raise SampleError(f"sample {sample_id!r}: the chat template changes what the assistant says{move}")
         spans, position = [], 0
         for before, turn, after in zip(between, said, between[1:], strict=False):

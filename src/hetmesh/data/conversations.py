@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hetmesh.data.chat import FILES, Chat, Encoded
 from hetmesh.data.chat_template import THOUGHTS
+from hetmesh.data.generated import DIMS, OUT, Generated
 from hetmesh.data.media_files import pyav
 from hetmesh.data.media_reader import KEY, MediaReader, reading
 from hetmesh.data.metadata_index import SUFFIX, content_hash, file_states, load_index
@@ -83,6 +84,8 @@ class ConversationsSource:
         chat_template: a Jinja template instead of the tokenizer's own (without either: Vicuna's form).
         validation_path: the same of held-out conversations, those of the split `"validation"`.
         index: use the index beside the data (`hetmesh index`), if there is one.
+        generated: `image_out`, `audio_out` or `tensor_out`, media of the assistant's turns, which modules after the LLM
+            make -> token, shape and sampling rate (`Generated`).
         columns, prompt, values: how records are read (`Columns`), and their numbers for a custom loss (`further_of`).
 
     Raises:
@@ -106,6 +109,7 @@ class ConversationsSource:
         columns: Mapping[str, str] | None = None,
         prompt: str = "",
         values: Sequence[str] = (),
+        generated: Mapping[str, Any] | None = None,
     ) -> None:
         if (processor is None) == (tokenizer is None):
             raise RecipeError(f"{KEY} processor, tokenizer: one of them, and not both, must be given")
@@ -125,25 +129,28 @@ class ConversationsSource:
         check_exist({"path": path, "validation_path": validation_path}, named, KEY)
         name = "path" if split == "train" else "validation_path"
         self.path = Path(path if split == "train" else str(validation_path)).expanduser()
+        made = {kind: Generated(kind, table, f"{KEY} generated") for kind, table in (generated or {}).items()}
         self.preparation: Preparation | None = None
         if processor is not None:
             folder = Path(processor).expanduser()
-            self.preparation = Preparation(folder, processor_options or {}, chat_template, KEY)
+            self.preparation = Preparation(folder, processor_options or {}, chat_template, KEY, made)
             self._chat = self.preparation.chat
         else:
-            self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template)
+            self._chat = Chat(Path(str(tokenizer)).expanduser(), placeholders, chat_template, KEY, made)
         self.vocab_size, self.pad_id = self._chat.vocab_size, self._chat.pad_id
-        self.placeholders: Mapping[str, int] = (self.preparation or self._chat).placeholders
-        self._reader = MediaReader(image_processor, audio_processor)
+        read = (self.preparation or self._chat).placeholders
+        self.placeholders: Mapping[str, int] = {**read, **self._chat.generated}
+        self._made, self._reader = made, MediaReader(image_processor, audio_processor, made)
         options: dict[str, Any] = {"placeholders": placeholders, "chat_template": chat_template}
         if processor is not None:
             options = {"processor_options": processor_options or {}, "chat_template": chat_template}
             options["transformers"] = version("transformers")
-        options |= {k: v for k, v in (("columns", columns), ("prompt", prompt), ("values", list(values))) if v}
+        more = {"columns": columns, "prompt": prompt, "values": list(values), "generated": generated}
+        options |= {k: v for k, v in more.items() if v}
         if self._chat.breaks:
             options["breaks"] = sorted(self._chat.breaks)
-        read = [Path(folder).expanduser() for folder in folders.values() if folder is not None]
-        files = [file for folder in read for file in sorted(folder.iterdir()) if file.name in SETTINGS_FILES]
+        paths = [Path(folder).expanduser() for folder in folders.values() if folder is not None]
+        files = [file for folder in paths for file in sorted(folder.iterdir()) if file.name in SETTINGS_FILES]
         self._settings = {"the options of [data]": options, "tokenizer or processors": content_hash(files)}
         key, indexed = f"{KEY} {name}", None
         self._known: MetaArrays | None
@@ -196,7 +203,8 @@ class ConversationsSource:
 
     def load(self, index: int, kinds: Collection[str] | None = None) -> Sample:
         """The conversation with its images (`[3, height, width]`, or as tiles `[tiles, 3, height, width]`) and its
-        recordings (`[mel bins, frames]`), float32. Raises SampleError: a media file cannot be read."""
+        recordings (`[mel bins, frames]`), float32, and what is made (`Generated`). Raises SampleError: a media file
+        cannot be read."""
         conversation = self._conversation(index)
         media: dict[str, list[Tensor]] = {}
         read = needed = conversation.size
@@ -204,14 +212,14 @@ class ConversationsSource:
             if wants(kinds, kind):
                 with reading(conversation.id, blob):
                     needed += blob.length
-        if self.preparation is not None and conversation.turns is not None:
-            _, sample = self.preparation.load(conversation.id, conversation.turns, conversation.media, kinds)
-            return replace(sample, bytes_read=read + sample.bytes_read, bytes_needed=needed)
         for kind, blob in conversation.media:
-            if wants(kinds, kind):
+            if wants(kinds, kind) and (self.preparation is None or kind in self._made):
                 tensor, size = self._reader.load(conversation.id, kind, blob)
                 media.setdefault(kind, []).append(tensor)
                 read += size
+        if self.preparation is not None and conversation.turns is not None:
+            _, sample = self.preparation.load(conversation.id, conversation.turns, conversation.media, kinds)
+            return replace(sample, media=media, bytes_read=read + sample.bytes_read, bytes_needed=needed)
         tokens = torch.from_numpy(np.array(conversation.encoded.ids, np.int64))
         return Sample(conversation.id, tokens, media, read, needed, values=conversation.values)
 
@@ -219,7 +227,9 @@ class ConversationsSource:
     def abilities(self) -> SourceAbilities:
         """All that there are; with an index it has the metadata of its samples as arrays."""
         metas = None if self._known is None else self._known.take
-        return SourceAbilities(metas, self.check_files, self.decode, lambda: self.end_ids, self._notes, self.values)
+        shapes = {kind: item.fixed_shape for kind, item in self._made.items()}
+        named = metas, self.check_files, self.decode, lambda: self.end_ids, self._notes, self.values
+        return SourceAbilities(*named, media_shapes=shapes)
 
     def _notes(self) -> tuple[str, ...]:
         return *self._chat.notes, *self._columns.notes
@@ -269,10 +279,10 @@ class ConversationsSource:
         return self._chat.tokenizer.decode(list(ids), skip_special_tokens=True).strip()
 
     def turns(self, index: int) -> tuple[list[dict[str, Any]], Sequence[Any] | None, list[tuple[str, Blob]]]:
-        """Conversation `index` as the chat template takes it, its tools, and its media in order."""
+        """Conversation `index` as the chat template takes it, its tools, and its media in order that are read."""
         stored, _, messages, media = self._record(index)
         further = further_of(stored.value, self.values)
-        return self._chat.turns(messages, further), further.tools, media
+        return self._chat.turns(messages, further), further.tools, [each for each in media if each[0] not in self._made]
 
     def check_files(self, index: int, kinds: Collection[str] | None = None) -> list[str]:
         """Look for the media files that conversation `index` names, of these kinds, and open none. Gives the extensions
@@ -280,7 +290,8 @@ class ConversationsSource:
         conversation, or a file is not there."""
         stored, name, messages, media = self._record(index)
         for kind, blob in media:
-            if self.preparation is not None and kind != "image":
+            by_pyav = kind.removesuffix(OUT) in ("audio", "video")
+            if by_pyav and (self.preparation is not None or kind in self._made):
                 pyav(f"{KEY} path: sample {name!r} has a {kind}")
             try:
                 if wants(kinds, kind):
@@ -327,7 +338,12 @@ class ConversationsSource:
                 f"sample {name!r}: must be an object with `messages`, a list of {{role, content}}: {error!r}"
             ) from error
         named: list[tuple[str, str | None]] = []
-        messages = [(role, self._text(name, content, named)) for role, content in turns]
+        messages = [(role, self._text(name, content, named, role)) for role, content in turns]
+        if wrong := [i for i in sorted(further.untrained) for t in self._made.values() if t.token in messages[i][1]]:
+            raise SampleError(
+                f"sample {name!r}: turn {wrong[0]} is no target (`weight`, `train`), and its media are made, as "
+                f"{KEY} generated says; let the user give them, or leave `weight` and `train` out"
+            )
         self._chat.check_written(name, messages, further)
         for i, (role, said) in enumerate(messages):
             spoken = said.strip() or any(further.keys[i].get(key) for key in (*CALLS, *THOUGHTS))
@@ -338,14 +354,15 @@ class ConversationsSource:
                 )
         media: list[tuple[str, Blob]] = []
         for at, (kind, value) in enumerate(named):
-            before = sum(other == kind for other, _ in named[:at])
+            form = kind.removesuffix(OUT)
+            before = sum(other.removesuffix(OUT) == form for other, _ in named[:at])
             try:
-                media.append((kind, self._blob(index, at, kind, value, before)))
+                media.append((kind, self._blob(index, at, form, value, before)))
             except (OSError, ValueError) as error:
                 raise SampleError(f"sample {name!r}: {error}") from error
         for kind, count in self._store.media_counts(index).items():
-            used = sum(other == kind for other, _ in named)
-            if kind in self.placeholders and count != used:
+            used = sum(other.removesuffix(OUT) == kind for other, _ in named)
+            if self.placeholders.keys() & {kind, kind + OUT} and count != used:
                 leave = "" if self.preparation else f", or leave {kind!r} out of {KEY} placeholders"
                 raise SampleError(
                     f"sample {name!r}: its row holds {count} of {kind!r} and its conversation has a place for {used}; "
@@ -363,7 +380,7 @@ class ConversationsSource:
             return self._store.media(index, kind, unquote(urlsplit(value).path), before)
         raise OSError(f"{value!r} is an address, and nothing is downloaded: save it, and name the file")
 
-    def _text(self, name: str, content: Any, media: list[tuple[str, str | None]]) -> str:
+    def _text(self, name: str, content: Any, media: list[tuple[str, str | None]], role: str = "user") -> str:
         """The text of one turn; its media are appended to `media`."""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         text = ""
@@ -371,9 +388,9 @@ class ConversationsSource:
             kind = part.get("type") if isinstance(part, dict) else None
             value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
             by_order = kind in KINDS and value is None and self._store.in_order
-            if part == {"type": kind} and kind in KINDS and not by_order:
+            if part == {"type": kind} and kind in (*KINDS, *DIMS) and not by_order:
                 raise SampleError(f"sample {name!r}: it has more places for {kind!r} than files")
-            if kind not in ("text", *KINDS) or not (isinstance(value, str) or by_order):
+            if kind not in ("text", *KINDS, *DIMS) or not (isinstance(value, str) or by_order):
                 raise SampleError(
                     f"sample {name!r}: a part of `content` must be {{type, text}}, {{type, image}} or {{type, audio}} "
                     f"with texts as values, got {part!r}"
@@ -388,9 +405,14 @@ class ConversationsSource:
                     )
                 text += value
                 continue
+            if role == "assistant" and kind + OUT in self._made:
+                text += self._made[kind + OUT].token
+                media.append((kind + OUT, value))
+                continue
             if kind not in self.placeholders:
                 none = f"{KEY} placeholders has no token for that"
                 reason = none if self.preparation is None else self.preparation.why_not(kind)
+                reason += f"; {KEY} generated says what the assistant makes" if role == "assistant" else ""
                 raise SampleError(f"sample {name!r}: it has {kind!r}, but {reason}")
             text += self._chat.texts[kind]
             media.append((kind, value))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hetmesh.data.generated import Generated
 from hetmesh.data.images import ImageProcessor
 from hetmesh.data.media_files import read_recording
 from hetmesh.data.stores.store import MALFORMED_FILE, Blob
@@ -74,11 +75,13 @@ def _check_sizes(config: Mapping[str, Any]) -> None:
 
 
 class MediaReader:
-    """Reads media items with the processors of two Hugging Face directories, whose errors it turns into errors about
-    samples; without one, images or sound are refused."""
+    """Reads media items with the processors of two Hugging Face directories, and those of `generated` kinds as they
+    are; turns their errors into errors about samples. Without a processor, images or sound are refused."""
 
-    def __init__(self, image_processor: str | None, audio_processor: str | None) -> None:
-        self._processors: dict[str, ImageProcessor | RecordingProcessor] = {}
+    def __init__(
+        self, image_processor: str | None, audio_processor: str | None, generated: Mapping[str, Generated]
+    ) -> None:
+        self._processors: dict[str, ImageProcessor | RecordingProcessor | Generated] = {**generated}
         if image_processor is not None:
             self._processors["image"] = ImageProcessor(Path(image_processor).expanduser(), f"{KEY} image_processor")
         if audio_processor is not None:
@@ -96,7 +99,7 @@ class MediaReader:
             data = blob.read()
             return self._processor(sample, kind)(io.BytesIO(data)), len(data)
 
-    def _processor(self, sample: str, kind: str) -> ImageProcessor | RecordingProcessor:
+    def _processor(self, sample: str, kind: str) -> ImageProcessor | RecordingProcessor | Generated:
         if kind not in self._processors:
             raise SampleError(f"sample {sample!r}: it has {kind!r}, but {KEY} {kind}_processor is not given")
         return self._processors[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -50,10 +51,8 @@ class MixtureSource:
             self.placeholders |= dict(source.placeholders)
 
     def _check(self) -> None:
-        first, *others = self.names
-        a = self.parts[first]
-        for name in others:
-            b = self.parts[name]
+        for first, name in itertools.combinations(self.names, 2):
+            a, b = self.parts[first], self.parts[name]
             pairs = [("vocab_size", a.vocab_size, b.vocab_size), ("pad_id", a.pad_id, b.pad_id)]
             theirs = b.placeholders
             pairs += [(f"placeholder {k!r}", token, theirs.get(k, token)) for k, token in a.placeholders.items()]
@@ -105,6 +104,7 @@ class MixtureSource:
             end_ids=lambda: [token for part in parts.values() for token in part.end_ids()],
             notes=lambda: dict.fromkeys(note for part in parts.values() for note in part.notes()),
             values=parts[self.names[0]].values,
+            media_shapes={kind: shape for part in parts.values() for kind, shape in part.media_shapes.items()},
         )
 
     def counts(self, indices: Sequence[int]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 from hetmesh._processes import one_torch_thread
 from hetmesh.data.chat import Chat, runs_of
+from hetmesh.data.generated import Generated
 from hetmesh.data.images import open_image, upright, upright_size
 from hetmesh.data.media_files import (
     VideoHeader,
@@ -72,13 +74,21 @@ class Preparation:
         options: of its processor (`size`, `num_frames`, ...), passed through.
         template: a chat template instead of the directory's own.
         key: prefix of the recipe keys in errors.
+        generated: kinds that the assistant makes, whose tokens the processor takes as text.
 
     Raises:
         RecipeError: torchvision is not there, there is no such processor, it does not know an option, or its template
             does not write items as it expects them.
     """
 
-    def __init__(self, folder: Path, options: Mapping[str, Any], template: str | None, key: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: Mapping[str, Any],
+        template: str | None,
+        key: str,
+        generated: Mapping[str, Generated] = MappingProxyType({}),
+    ) -> None:
         try:
             import torchvision  # noqa: F401
         except Exception as error:  # one of another torch raises RuntimeErrors
@@ -95,10 +105,11 @@ class Preparation:
                 f"{key} processor = '{folder}': there is no chat template in it; write the whole form of a "
                 f"conversation as {key} chat_template, with {list(texts.values())} for media"
             )
-        self.chat = Chat(folder, texts, template or default, key)
+        self._generated = generated
+        self.chat = Chat(folder, texts, template or default, key, generated)
         if "video" in texts and not self.chat.takes_parts:  # it may know images alone
             fewer = {kind: text for kind, text in texts.items() if kind != "video"}
-            if fewer and (chat := Chat(folder, fewer, template or default, key)).takes_parts:
+            if fewer and (chat := Chat(folder, fewer, template or default, key, generated)).takes_parts:
                 kinds, self.chat = tuple(fewer), chat
         self.placeholders, self._refused = dict[str, int](), dict[str, str]()
         for kind in kinds:  # one that it cannot make hinders no others
@@ -109,6 +120,11 @@ class Preparation:
                 if kind == kinds[0]:
                     raise
                 self._refused[kind] = str(error)
+        for kind, token in self.chat.generated.items():
+            if token in self.placeholders.values():
+                raise RecipeError(
+                    f"{key} generated.{kind}: {generated[kind].token!r} stands for media that the model reads"
+                )
 
     def why_not(self, kind: str) -> str:
         """Why there is no placeholder for media of that kind."""
@@ -169,6 +185,8 @@ class Preparation:
         blanks: dict[str, list[Any]] = {}
         costs = Counter[str]()
         for kind, blob in media:
+            if kind in self._generated:
+                continue
             with reading(name, blob):
                 if wants(kinds, kind):
                     data = blob.read()
@@ -200,14 +218,24 @@ class Preparation:
                 f"sample {name!r}: {type(self.processor.own).__name__} does not take it: "
                 f"{type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
-        placed = placed_items(name, self.processor, made, order)
+        placed = placed_items(name, self.processor, made, [kind for kind in order if kind not in self._generated])
         self._check_rows(name, made, placed)
+        items_made = self._items_made(name, made, [kind for kind in order if kind in self._generated])
         chosen = self._chosen(name, turns, made) if turns.answer is None else np.where(made.answer, 1, NO_TURN)
-        for token in self.placeholders.values():
+        for token in (*self.placeholders.values(), *self.chat.generated.values()):
             chosen[made.ids == token] = NO_TURN
         chosen[:1] = NO_TURN
-        meta = SampleMeta(name, len(made.ids), placed, runs_of(chosen != NO_TURN))
+        in_order = tuple(sorted((*placed, *items_made), key=lambda item: item.position))
+        meta = SampleMeta(name, len(made.ids), in_order, runs_of(chosen != NO_TURN))
         return meta, made, chosen[chosen != NO_TURN].tolist()
+
+    def _items_made(self, name: str, made: Made, kinds: Sequence[str]) -> list[MediaItem]:
+        """The items that the assistant makes, of these kinds in order. Raises SampleError: the text has others."""
+        kind_of = {token: kind for kind, token in self.chat.generated.items()}
+        places = [(i, kind_of[token]) for i, token in enumerate(made.ids.tolist()) if token in kind_of]
+        if (found := [kind for _, kind in places]) != list(kinds):
+            raise SampleError(f"sample {name!r}: its text has places for {found}, the assistant makes {list(kinds)}")
+        return [MediaItem(kind, self._generated[kind].fixed_shape, position) for position, kind in places]
 
     def _check_rows(self, name: str, made: Made, placed: Sequence[MediaItem]) -> None:
         """Raise SampleError for a row token that is no item's. Some templates write another token for an item than

@@ -117,6 +117,8 @@ class SourceAbilities:
         end_ids: tokens that end an answer.
         notes: what `hetmesh check` says of the form of its samples.
         values: the names of numbers that every sample has for a custom loss.
+        judge: whether a media item, which a module after the LLM has made, is what sample `index` asks for.
+        media_shapes: the raw shape of every item, per kind of media of which it is fixed and known without samples.
     """
 
     metas: Callable[[Sequence[int]], MetaArrays] | None = None
@@ -125,6 +127,8 @@ class SourceAbilities:
     end_ids: Callable[[], Collection[int]] = tuple
     notes: Callable[[], Collection[str]] = tuple
     values: Collection[str] = ()
+    judge: Callable[[int, Tensor], bool] | None = None
+    media_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def abilities_of(source: Source) -> SourceAbilities:
@@ -139,6 +143,8 @@ def abilities_of(source: Source) -> SourceAbilities:
         lambda: getattr(custom, "end_ids", ()),
         lambda: getattr(custom, "notes", ()),
         getattr(custom, "values", ()),
+        getattr(custom, "judge", None),
+        getattr(custom, "media_shapes", {}),
     )
 
 

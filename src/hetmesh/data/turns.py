@@ -17,6 +17,9 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 MARKS = {"<image>": "image", "<video>": "video", "<audio>": "audio"}
 """What stands for media in the text of LLaVA's form."""
 
+TENSOR = "tensor"
+"""The type of a part of the assistant's turn that is a tensor."""
+
 DATA_URL = "data:"
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -186,7 +189,7 @@ def media_of(turns: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Kind and file of the media in turns of `turns_of`, in order; None where a part names none."""
     for _, content in turns:
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and (kind := part.get("type")) in MARKS.values():
+            if isinstance(part, dict) and (kind := part.get("type")) in (*MARKS.values(), TENSOR):
                 yield str(kind), part.get(kind)
 
 

@@ -14,6 +14,7 @@ from hetmesh.graph.module_graph import (
     experts_fit,
     experts_mesh,
     stage_mesh_alone,
+    with_neighbours_meshes,
 )
 from hetmesh.graph.routes import Route, Routes, microbatches_text
 from hetmesh.graph.rows import RowSpace

@@ -375,3 +375,18 @@ def stage_mesh_alone(mesh: MeshSpec, stage: int) -> MeshSpec:
         lanes = "dp_shard" if "dp_shard" in mesh.axes else "dp_replicate"
         mesh = mesh.merge((lanes, "cp"), lanes)
     return MeshSpec(mesh.ranks, ("dp_replicate",), (1,)) if mesh.axes == ("pp",) else mesh
+
+
+def with_neighbours_meshes(topology: Topology, meshes: Mapping[str, MeshSpec]) -> dict[str, MeshSpec]:
+    """`meshes`, and of modules without that of their neighbour's first stage, of those after the LLM its last stage.
+    `meshes`: at least those of modules without a neighbour."""
+    found = dict(meshes)
+
+    def mesh(name: str) -> MeshSpec:
+        if name not in found:
+            neighbour = topology.neighbour(name)
+            assert neighbour is not None
+            found[name] = stage_mesh_alone(mesh(neighbour), -1 if name in topology.after_llm else 0)
+        return found[name]
+
+    return {name: mesh(name) for name in topology.names}

@@ -129,6 +129,14 @@ class Topology:
                 return at
         return None
 
+    def neighbour(self, name: str) -> str | None:
+        """Whose mesh a module takes that has none of its own: its first consumer's; after the LLM that of the first of
+        those that feed it that is the LLM or after it. None: the LLM takes nobody's, nor does one that nobody reads."""
+        if name in self.after_llm:
+            sources = (b.source for b in self.inputs(name))
+            return next(source for source in sources if source == self.llm or source in self.after_llm)
+        return None if name == self.llm else next((b.destination for b in self.outputs(name)), None)
+
     def upstream(self, name: str) -> frozenset[str]:
         """The modules whose rows reach module `name`, directly or not."""
         sources = {b.source for b in self.inputs(name)}

@@ -83,6 +83,8 @@ class Abilities:
         experts: its mixture-of-experts blocks; None: it has none that ranks can share.
         gathered_whole: with FSDP its layers are gathered together, because which of them it calls, and how often,
             depends on its input, so that ranks would gather different layers at a time.
+        per_item: patterns of the parts that run once for each media item, not for each row (what is made of a time).
+        row_copies: of such a module's blocks: what their backward keeps beside products (`hetmesh.cost.LayerShape`).
         draws: for a module after the LLM: the width of the noise that it needs, a row of it per row of its targets. Its
             batch then has `noise`, standard normal `[latents, draws]`, and `time`, uniform in [0, 1), `[items]`, drawn
             per sample, so alike in every layout.
@@ -122,6 +124,8 @@ class Abilities:
     stored_forms: Callable[[Pretrained], Mapping[str, StoredForm]] | None = None
     experts: ExpertLayers | None = None
     gathered_whole: bool = False
+    per_item: tuple[str, ...] = ()
+    row_copies: int = 0
     draws: int = 0
     sample: Callable[[nn.Module, Tensor, tuple[int, ...], Tensor, int], Tensor] | None = None
     sampling_steps: int = 0

@@ -22,28 +22,6 @@ from hetmesh.models.weights.pretrained import Names, prefixes
 from hetmesh.parallel.stage_views import PREVIOUS
 
 
-@dataclass(frozen=True)
-class Noised:
-    """What a flow-matching module reads of n items, or of a blank one if there is none.
-
-    Attributes:
-        items: how many items there are.
-        noisy, velocity: `[n, latents, width]`, of the adapter's sizes.
-        rows: of the LLM, `[n, queries, in_features]`.
-        time: `[n]`.
-    """
-
-    items: int
-    noisy: Tensor
-    velocity: Tensor
-    rows: Tensor
-    time: Tensor
-
-    def result(self, predicted: Tensor) -> dict[str, Tensor]:
-        """What `Adapter.forward` returns for the velocities that the module predicts, of the shape of `velocity`."""
-        return {key: full[: self.items].flatten(0, 1) for key, full in (("", predicted), ("target", self.velocity))}
-
-
 @dataclass(frozen=True, kw_only=True)
 class GeneratorAdapter(AdapterDefaults):
     """Base of the adapters of flow-matching modules whose items have one shape.
@@ -68,12 +46,13 @@ class GeneratorAdapter(AdapterDefaults):
     checkpoint_names: ClassVar[tuple[Names, ...]] = prefixes("")
     checkpoint_unused: ClassVar[tuple[str, ...]] = ()
 
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps)
+    def of_flow(self, **more: Any) -> Abilities:
+        """Its abilities, and more."""
+        return Abilities(draws=self.width, sample=self.sample, sampling_steps=self.steps, **more)
 
     def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
-        """The predicted velocities of n > 0 items, `[n, latents, width]`. Arguments: as in `Noised`."""
+        """The predicted velocities of n > 0 items, `[n, latents, width]` as `noisy` is; rows of the LLM
+        `[n, queries, in_features]`, times `[n]`."""
         raise NotImplementedError
 
     def to_latents(self, items: Tensor) -> Tensor:
@@ -106,34 +85,44 @@ class GeneratorAdapter(AdapterDefaults):
         items = collate_media(samples, metas, self.media, self.media_shape)["media"]
         return {"targets": self.to_latents(items).flatten(0, 1)}
 
-    def noised(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Noised:
-        """What the module reads. Raises BoundaryError unless rows and targets are those of the batch's items."""
+    def read(self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> tuple[int, Tensor, Tensor]:
+        """How many items there are, the rows `[n, queries, in_features]` and the targets `[n, latents, width]`: of a
+        blank item if there is none, so that results depend on every parameter and input. Raises BoundaryError unless
+        there are as many of one as of the other."""
         data = batch["targets"] if self.encoder is None else inputs[self.encoder]
         (source, rows), *more = ((k, v) for k, v in inputs.items() if k not in (self.encoder, PREVIOUS))
-        noise, time, n = batch["noise"], batch["time"], len(batch["time"])
-        for what, found, size in (
-            (f"rows of {source!r}", rows, (self.queries, self.in_features)),
-            ("targets" if self.encoder is None else f"rows of {self.encoder!r}", data, (self.latents, self.width)),
-        ):
-            if more or found.shape != (n * size[0], size[1]):
-                given = f"as well as {[key for key, _ in more]}" if more else f"of shape {tuple(found.shape)}"
-                raise BoundaryError(f"module {self.name!r} reads {what}, {size} for each of {n} items, got {given}")
-        if n == 0:  # a blank item, whose rows are dropped: the result still depends on every parameter and input
-            rows, data, noise = (
-                torch.cat([given, given.new_zeros(count, given.shape[1])])
-                for given, count in ((rows, self.queries), (data, self.latents), (noise, self.latents))
+        n, found = len(rows) // self.queries, (tuple(rows.shape), tuple(data.shape))
+        if more or found != ((n * self.queries, self.in_features), (n * self.latents, self.width)):
+            raise BoundaryError(
+                f"module {self.name!r} reads {self.queries} rows of {source!r} and {self.latents} targets per item, of "
+                f"widths {self.in_features} and {self.width}, got {found}" + "".join(f" and {key!r}" for key, _ in more)
             )
-            time = time.new_zeros(1)
-        data, noise = (given.to(noise.dtype).view(-1, self.latents, self.width) for given in (data, noise))
-        at = time[:, None, None]
-        noisy = (1 - at) * noise + at * data
-        return Noised(n, noisy, data - noise, rows.view(-1, self.queries, self.in_features), time)
+        if n == 0:
+            rows, data = (
+                torch.cat([x, x.new_zeros(k, x.shape[1])]) for x, k in ((rows, self.queries), (data, self.latents))
+            )
+        return n, rows.view(-1, self.queries, self.in_features), data.view(-1, self.latents, self.width)
+
+    def noised(
+        self, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
+    ) -> tuple[int, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """How many items there are, their true velocities, and the arguments of `velocity`; see `read`."""
+        n, rows, data = self.read(batch, inputs)
+        noise, time = batch["noise"].view(-1, self.latents, self.width), batch["time"]
+        if n == 0:
+            noise, time = noise.new_zeros(1, *noise.shape[1:]), time.new_zeros(1)
+        data, at = data.to(noise.dtype), time[:, None, None]
+        return n, data - noise, ((1 - at) * noise + at * data, rows, time)
+
+    def result(self, n: int, predicted: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """What `forward` returns for n items, of tensors `[n, latents, width]`, or of a blank one for none."""
+        return {"": predicted[:n].flatten(0, 1), "target": target[:n].flatten(0, 1)}
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
     ) -> Tensor | Mapping[str, Tensor]:
-        given = self.noised(batch, inputs)
-        return given.result(self.velocity(module, given.noisy, given.rows, given.time))
+        n, target, given = self.noised(batch, inputs)
+        return self.result(n, self.velocity(module, *given), target)
 
     def sample(self, module: nn.Module, rows: Tensor, shape: tuple[int, ...], noise: Tensor, steps: int) -> Tensor:
         """One item, see `Abilities.sample`."""
@@ -144,29 +133,30 @@ class GeneratorAdapter(AdapterDefaults):
         return drawn[0] if self.encoder is not None else self.to_items(drawn)[0]
 
 
-def generator_place(request: AdapterRequest, model: str) -> dict[str, Any] | None:
+def generator_place(request: AdapterRequest, model: str, in_features: int | None = None) -> dict[str, Any] | None:
     """The fields of a `GeneratorAdapter` that follow from its place in the graph; `latents` and `width` only where they
-    come from an encoder. None while a neighbour is not resolved. Raises RecipeError: it is not after the LLM, or items
-    have no fixed shape."""
+    come from an encoder. `in_features`: of the rows that it reads, where it knows them itself. None while a neighbour
+    is not resolved. Raises RecipeError: it is not after the LLM, or items have no fixed shape."""
     if not request.generates:
         raise RecipeError(
-            f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a boundary from the LLM, "
-            f"with `at`, and none out of it (into it: {list(request.placeholders)}, out of it: "
-            f"{list(request.consumers)})"
+            f"{request.key}: {model} makes media items of an LLM's hidden states, so it needs a [{request.key}.loss], "
+            "a boundary from the LLM, with `at`, and none out of it (into it: "
+            f"{list(request.placeholders)}, out of it: {list(request.consumers)})"
         )
     if len(request.encoders) > 1 or len(request.placeholders) - len(request.encoders) != 1:
         raise RecipeError(
             f"{request.key}: {model} has one boundary into it that comes from the LLM, and at most one from an encoder "
             f"whose rows are its targets; got those from {list(request.placeholders)}"
         )
-    if request.in_features is None or None in request.encoders.values():
+    in_features = in_features or request.in_features
+    if in_features is None or None in request.encoders.values():
         return None
     shape = request.media_shape
     if shape is None:
         raise RecipeError(
             f"{request.key}: {model} makes items of one shape, and {request.media!r} of the data has none"
         )
-    place: dict[str, Any] = {"name": request.name, "in_features": request.in_features, "media": request.media}
+    place: dict[str, Any] = {"name": request.name, "in_features": in_features, "media": request.media}
     for name, encoder in request.encoders.items():
         assert encoder is not None
         if encoder.in_features is not None:

@@ -14,12 +14,13 @@ from torch import nn
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
+from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
 from hetmesh.parallel.tensor_parallel import matches
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OF_QUERIES, _OF_KEYS = {"q_proj": 1, "qkv": 3}, {"k_proj": 1, "qkv": 3}
+_OF_QUERIES, _OF_KEYS = {"q_proj": 1, "to_q": 1, "qkv": 3}, {"k_proj": 1, "to_k": 1, "qkv": 3}
 """Names of projections, and the number of equal parts of their outputs."""
 HEAD = "lm_head"
 """The layer of an LLM that runs only on target positions."""
@@ -30,16 +31,18 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
 
     Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a stack of
     convolutions the last gives one output per row, each earlier one as many as the later strides cover. Attention is
-    recognised by its `q_proj`, whose output is as wide as all query heads, by one `qkv` for all three, or as an
-    `nn.MultiheadAttention`; of others the linear layers count. `plan`: for tensor parallelism; None: the adapter's.
+    recognised by its `q_proj` or `to_q`, whose output is as wide as all query heads, by one `qkv` for all three, or as
+    an `nn.MultiheadAttention`; of others the linear layers count. `plan`: for tensor parallelism; None: the adapter's.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     abilities = adapter.abilities
     experts = _experts(abilities.experts)
     uses, dims = _uses(module) | {fqn: e.per_row for fqn, e in experts.items()}, _tp_dims(module, plan)
+    seldom = [fqn for fqn, _ in module.named_modules() if any(matches(fqn, part) for part in abilities.per_item)]
+    uses |= {f"{fqn}.weight": 0 for fqn in seldom}
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     key_heads = next((style.heads for style in plan.values() if isinstance(style, KeyHeads)), 0)
-    layers = []
+    layers, llm = [], adapter.out_features is None and not isinstance(adapter, GeneratorAdapter)
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
     names = {id(p): fqn for fqn, p in module.named_parameters()}
@@ -54,12 +57,12 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         part = module.get_submodule(layer)
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
         seen |= {names[id(p)] for p in weights.values()}
-        on_targets = adapter.out_features is None and layer == HEAD
-        width, causal = _projected_width(part, _OF_QUERIES), adapter.out_features is None
-        sizes = width, on_targets, _projected_width(part, _OF_KEYS), causal and width > 0
+        on_targets = llm and layer == HEAD
+        width = _projected_width(part, _OF_QUERIES)
+        sizes = width, on_targets, _projected_width(part, _OF_KEYS), llm and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
-        attention = (abilities.attention_copies, key_heads) if width else (0, 0)
+        attention = (abilities.attention_copies, key_heads, abilities.row_copies) if width else (0, 0, 0)
         shapes = tuple(starmap(shape_of, weights.items()))
         chunks = on_targets and abilities.loss_by_chunks
         layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention, chunks))

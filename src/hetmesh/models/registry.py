@@ -127,7 +127,10 @@ def make_adapters(
         )
     for b in boundaries:
         if made[b.source].out_features is None and not b.output:
-            refusals.add(f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it")
+            refusals.add(
+                f"modules.{b.source}: an LLM emits logits, not rows, but {b.destination!r} consumes it; a module after "
+                f"the LLM has a [modules.{b.destination}.loss]"
+            )
             continue
         emitted, consumed = _emitted(made[b.source]), made[b.destination].in_features
         if emitted != consumed and not encodes(b):
@@ -135,6 +138,12 @@ def make_adapters(
                 f"boundary {b.source}->{b.destination}: {b.source!r} emits rows of width {emitted}, "
                 f"{b.destination!r} consumes rows of width {consumed}; put a projector (model = 'mlp') between them"
             )
+    for name, loss in (losses or {}).items():
+        draws, given = made[name].abilities.draws, f"modules.{name}.loss.kind = {loss.kind!r}: {modules[name].model}"
+        if loss.kind == "flow_matching" and not draws:
+            refusals.add(f"{given} predicts its targets from the LLM's rows alone; write 'mse'")
+        elif loss.kind == "mse" and draws:
+            refusals.add(f"{given} predicts velocities of noisy targets; write 'flow_matching'")
     refusals.finish()
     return {name: made[name] for name in modules}
 

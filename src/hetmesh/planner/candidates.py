@@ -228,8 +228,9 @@ def in_turns(facts: ModuleFacts, plan: ModulePlan) -> Iterator[ModulePlan]:
 
 
 def homogeneous(problem: Problem, llm: ModulePlan) -> Iterator[dict[str, ModulePlan]]:
-    """All modules as the LLM lies: in its pipeline, as the first layers of one chain; or before a pipeline, on the
-    ranks of its first stage. Ranks that share tokens are lanes there. What is computed again may differ by module."""
+    """All modules as the LLM lies: in its pipeline, as layers of one chain; or before a pipeline, on the ranks of its
+    first stage, and behind it on those of its last. Ranks that share tokens are lanes there. What is computed again may
+    differ by module."""
     reshard: Reshard = llm.reshard_after_forward if llm.degree("dp_shard") > 1 else "default"
     pp, replicate, shard, cp, tp = llm.degrees
     first, stop = llm.ranks
@@ -240,8 +241,9 @@ def homogeneous(problem: Problem, llm: ModulePlan) -> Iterator[dict[str, ModuleP
             if (facts.tensor_degrees and tp not in facts.tensor_degrees) or own_pp > facts.most_stages:
                 break
             shared = facts.sequence_parallel and tp > 1 and problem.fixed.get((name, "enable_sequence_parallel"), True)
+            size = (stop - first) * own_pp // pp
             own = ModulePlan(
-                (first, first + (stop - first) * own_pp // pp),
+                (stop - size, stop) if name in problem.after else (first, first + size),
                 (own_pp, replicate * cp, shard, 1, tp),
                 reshard=reshard if own_pp < pp else llm.reshard,
                 sequence_parallel=bool(shared),
@@ -270,7 +272,7 @@ def with_schedules(
         llm = modules[problem.graph.llm.name]
         for size in microbatch_sizes(problem, llm.lanes, llm.degree("pp")):
             for schedule, chosen in schedules(problem, placement, modules):
-                plan = LayoutPlan(placement, chosen, schedule, size)
+                plan = LayoutPlan(placement, chosen, schedule, size, after=problem.after)
                 if can_run(plan):
                     yield plan
 

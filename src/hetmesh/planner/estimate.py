@@ -101,17 +101,19 @@ class Estimator:
             bubbles = [module.whole for module in before]
             peaks = [peak + llm.beside]
             for each, module in zip(encoders, before, strict=True):
-                ahead = first + _in_flight(plan, plan.modules[each], microbatches)
+                ahead = _in_flight(plan, plan.modules[each], microbatches) + (0 if each in problem.after else first)
                 peaks.append(module.peak(min(ahead, microbatches)) + module.beside)
             return microbatches * slowest + bubble + max(bubbles) + once, math.ceil(max(peaks))
         seconds -= llm.once
         for each, module in zip(encoders, before, strict=True):
             layout, ahead = plan.modules[each], flight
-            if layout.ranks != own.ranks:  # before the first stage, on its ranks
+            if layout.ranks != own.ranks:  # before the first stage or behind the last, on its ranks
                 seconds = max(seconds, microbatches * (llm.first + module.whole) + bubble) + module.whole
             else:
                 seconds += microbatches * module.slowest + _bubble(plan, layout, module)
-            if plan.schedule == "three_phase":
+            if each in problem.after:  # its backward follows its forward
+                ahead = _in_flight(plan, layout, microbatches)
+            elif plan.schedule == "three_phase":
                 ahead = plan.options.window or microbatches
             elif plan.schedule == "bubble_fill":
                 ahead = 2 * flight

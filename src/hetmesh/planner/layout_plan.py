@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
-from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, stage_mesh_alone
+from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, with_neighbours_meshes
 from hetmesh.graph.module_graph import CheckpointMode, Reshard, reshard_in_pipeline
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.problem import Problem
@@ -89,6 +89,7 @@ class LayoutPlan:
         microbatch_size: samples per microbatch and lane of the LLM.
         options: of the schedule, as far as recipes have keys for them.
         shares: of encoders whose lanes take whole microbatches, how many each on the ranks of a lane of the LLM takes.
+        after: the modules after the LLM, which have its microbatches.
     """
 
     placement: str
@@ -97,6 +98,7 @@ class LayoutPlan:
     microbatch_size: int = 1
     options: PolicyOptions = DEFAULT
     shares: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    after: frozenset[str] = frozenset()
 
     @property
     def encoder_sizes(self) -> dict[str, int]:
@@ -106,7 +108,8 @@ class LayoutPlan:
         samples = self.microbatch_size * self.modules[llm].lanes
         if self.placement == "homogeneous":
             return {}
-        return {name: 1 for name in encoders if self.modules[name].lanes > samples and name not in self.shares}
+        free = [name for name in encoders if name not in self.shares and name not in self.after]
+        return {name: 1 for name in free if self.modules[name].lanes > samples}
 
     def __str__(self) -> str:
         parts = (f"{name}: {plan} on {plan.ranks[0]}-{plan.ranks[1] - 1}" for name, plan in self.modules.items())
@@ -131,18 +134,19 @@ class LayoutPlan:
 def laid_out(problem: Problem, plan: LayoutPlan) -> ModuleGraph:
     """The graph of the problem on the meshes of a candidate, with stages cut by what layers cost. Raises GraphError,
     RecipeError: it cannot be cut so."""
-    graph, meshes = problem.graph, {name: module.mesh for name, module in plan.modules.items()}
-    specs: dict[str, ModuleSpec] = {}
-    for name in reversed(graph.order):  # consumers first
-        if name not in meshes:
-            meshes[name] = stage_mesh_alone(meshes[graph.outputs(name)[0].destination], 0)
-        own = plan.modules.get(name)
+    graph, topology = problem.graph, problem.graph.topology
+    meshes = with_neighbours_meshes(topology, {name: module.mesh for name, module in plan.modules.items()})
+    specs = []
+    for name in topology.names:
+        owner, own = name, plan.modules.get(name)
+        while owner not in plan.modules and (neighbour := topology.neighbour(owner)) is not None:
+            owner = neighbour
         spec = laid_out_module(problem, name, meshes[name], own)
         if own is None:  # the keys of its layout come with the mesh
-            reshard = specs[graph.outputs(name)[0].destination].options.reshard_after_forward
+            reshard = plan.modules[owner].reshard_after_forward
             spec = replace(spec, options=replace(spec.options, reshard_after_forward=reshard))
-        specs[name] = spec
-    return ModuleGraph(tuple(specs[module.name] for module in graph.modules), graph.boundaries)
+        specs.append(spec)
+    return ModuleGraph(tuple(specs), graph.boundaries)
 
 
 def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan | None) -> ModuleSpec:

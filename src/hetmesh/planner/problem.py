@@ -29,7 +29,7 @@ class ModuleFacts:
         context_parallel: whether its ranks can share the tokens of a sample, or of an encoder's media.
         tokens_per_row: of an encoder whose ranks can, how many tokens of its media make one row.
         sequence_parallel: whether its ranks along `tp` can share the tokens between products: all that can do.
-        alone: whether it has a mesh of its own; a module without one takes the first stage of its consumer's.
+        alone: whether it has a mesh of its own; a module without one takes that of a neighbour's stage.
         frozen_layers: layers that train nothing, where others of the module do.
         experts: of its mixture-of-experts blocks, where ranks can hold different ones.
     """
@@ -132,4 +132,10 @@ class Problem:
     @cached_property
     def own(self) -> tuple[str, ...]:
         """The modules with meshes of their own; the LLM is the last."""
-        return tuple(name for name in self.graph.order if self.facts[name].alone)
+        own, llm = [name for name in self.graph.order if self.facts[name].alone], self.graph.llm.name
+        return (*(name for name in own if name != llm), llm)
+
+    @cached_property
+    def after(self) -> frozenset[str]:
+        """The modules after the LLM."""
+        return self.graph.topology.after_llm

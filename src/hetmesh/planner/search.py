@@ -303,7 +303,7 @@ class _Search:
         llm = plan.modules[self.problem.graph.llm.name]
         microbatches = self.problem.global_batch_size // (llm.lanes * plan.microbatch_size)
         for name in self.problem.own[:-1]:
-            if (pipelines := encoder_pipelines(plan, name)) < 2:
+            if name in plan.after or (pipelines := encoder_pipelines(plan, name)) < 2:
                 continue
 
             def split(shares: Split, name: str = name, plan: LayoutPlan = plan) -> LayoutPlan:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hetmesh.errors import GraphError, RecipeError, Refusals
-from hetmesh.graph.module_graph import LANE_AXES, LossSpec, Unit, expert_axis, experts_mesh, stage_mesh_alone
+from hetmesh.graph.module_graph import LANE_AXES, LossSpec, Unit, expert_axis, experts_mesh, with_neighbours_meshes
 from hetmesh.graph.topology import BoundarySpec, Topology
 from hetmesh.layout.mesh import MeshSpec
 from hetmesh.recipe.batch_sizes import divisors
@@ -37,36 +37,19 @@ EXPERT_DEGREE = "expert_parallel_degree"
 def module_meshes(tables: Mapping[str, ModuleParallelism], topology: Topology) -> dict[str, MeshSpec]:
     """Each module's mesh: axes in the order of `DEGREE_OF_AXIS`, those of size 1 left out except `dp_replicate` where
     nothing else is left; with experts an axis `ep` after the data-parallel ones. A module without a table takes its
-    consumer's, one after the LLM its producer's. Raises RecipeError: of all modules whose degrees do not fit their
+    neighbour's. Raises RecipeError: of all modules whose degrees do not fit their
     ranks."""
     everywhere = _all_ranks(tables)
     meshes: dict[str, MeshSpec] = {}
     refusals = Refusals()
-    for name in reversed(topology.order):  # consumers first
-        consumers = [b.destination for b in topology.outputs(name)]
+    for name in reversed(topology.order):
         if name in tables:
             with refusals.collect():
                 meshes[name] = _mesh(f"parallelism.{name}", tables[name], everywhere)
-        elif name in topology.after_llm:
-            continue
-        elif name == topology.llm or not consumers:
+        elif topology.neighbour(name) is None:
             meshes[name] = MeshSpec(everywhere, ("dp_replicate",), (len(everywhere),))
-        elif consumers[0] in meshes:
-            meshes[name] = stage_mesh_alone(meshes[consumers[0]], 0)
     refusals.finish()
-    for name in topology.order:
-        if name not in meshes:
-            meshes[name] = stage_mesh_alone(meshes[_producer(topology, name)], -1)
-    for name in reversed(topology.order):  # of encoders that feed them
-        if name not in meshes:
-            meshes[name] = stage_mesh_alone(meshes[topology.outputs(name)[0].destination], 0)
-    return {name: meshes[name] for name in topology.names}
-
-
-def _producer(topology: Topology, name: str) -> str:
-    """Of a module after the LLM, the first of those that feed it that is the LLM or after it."""
-    sources = [b.source for b in topology.inputs(name)]
-    return next(source for source in sources if source == topology.llm or source in topology.after_llm)
+    return with_neighbours_meshes(topology, meshes)
 
 
 def _all_ranks(tables: Mapping[str, ModuleParallelism]) -> tuple[int, ...]:
@@ -250,6 +233,12 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
                 f'e.g. at = "image_out"; {llm!r}, the LLM, emits nothing else'
             )
         elif llm not in (b.source, b.destination) and b.at is not None and b.destination not in unnamed:
+            if any(out.destination == llm and out.at not in (None, b.at) for out in topology.outputs(b.destination)):
+                refusals.add(
+                    f"modules.{llm}.loss is missing: {b.destination!r} reads tokens, as rows replace its {b.at!r}, and "
+                    f"{llm!r} is a module after it"
+                )
+                continue
             refusals.add(f"{key}: rows replace placeholders only in {llm!r}, but {b.name} ends elsewhere; leave it out")
         elif b.destination == llm and b.at is None:
             refusals.add(
@@ -269,12 +258,9 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
 
 def _table(recipe: Recipe, topology: Topology, name: str) -> str | None:
     while name not in recipe.parallelism.modules:
-        if name in topology.after_llm:
-            name = _producer(topology, name)
-        elif name != topology.llm and (consumers := topology.outputs(name)):
-            name = consumers[0].destination
-        else:
+        if (neighbour := topology.neighbour(name)) is None:
             return None
+        name = neighbour
     return name
 
 

@@ -135,15 +135,21 @@ class Reporter:
             self._file.flush()
 
     def evaluation(
-        self, step: int, scores: Mapping[str, float], by_kind: Mapping[str, float] | None = None, **more: float
+        self,
+        step: int,
+        scores: Mapping[str, float],
+        by_kind: Mapping[str, float] | None = None,
+        losses: Mapping[str, float] | None = None,
+        **more: float,
     ) -> None:
         """Report an evaluation, which has a line in metrics.jsonl: scores, shares of right answers `by_kind` of
-        question, and `more`, which only that line has."""
-        named = {**scores, **(by_kind or {})}
+        question, of several losses each by its module, and `more`, which only that line has."""
+        named = {**scores, **{f"loss/{name}": loss for name, loss in (losses or {}).items()}, **(by_kind or {})}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items())
         self.print(f"validation at step {step}: {shown}")
         if self.active and not self._file.closed:
             kinds = {"answer_accuracy_by_kind": by_kind} if by_kind else {}
+            kinds |= {"losses": losses} if losses else {}
             self._write({"step": step, "validation": {**scores, **kinds, **more}})
             self._loggers.log({f"validation/{k}": v for k, v in named.items()}, step)
 

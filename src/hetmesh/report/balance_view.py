@@ -18,6 +18,7 @@ from hetmesh.balance.imbalance import BatchLoad, ModuleLoad, batch_load
 from hetmesh.balance.plan_batch import batch_loads, batch_plan_of, graph_slots, within_range
 from hetmesh.data.lengths import Lengths, read_lengths
 from hetmesh.errors import GraphError, RecipeError, UsageError
+from hetmesh.formatting import listed
 from hetmesh.graph import MediaItem, MetaArrays, ModuleGraph, SampleMeta
 from hetmesh.models import Adapter
 from hetmesh.recipe.recipe import Recipe
@@ -257,7 +258,7 @@ class GivenLengths:
     An encoder's tokens are what it computes on; where several make a row that it hands on (Qwen3-VL merges four), rows
     are counted from them. What a module between gets follows from its encoder, unless the file says it. All tokens of a
     sample attend to each other in an encoder, as those of one image do, and every token of the LLM that is no row is a
-    target. Raises RecipeError: a sample has no token for the LLM.
+    target. Raises RecipeError: a sample has no token for the LLM, or there are modules after it.
 
     Attributes:
         rows: per module but the LLM, the rows it emits for each sample, int64 `[samples]`.
@@ -268,6 +269,11 @@ class GivenLengths:
     def __init__(self, lengths: Lengths, graph: ModuleGraph, adapters: Mapping[str, Adapter], seq_len: int) -> None:
         self.lengths, self.graph = lengths, graph
         llm = graph.llm.name
+        if after := sorted(graph.topology.after_llm):
+            raise RecipeError(
+                f"{lengths.path}: lengths do not say which tokens of {llm!r} modules after it read, and the recipe has "
+                f"{listed(after)}; leave the file out, or take a recipe without them"
+            )
         self.rows: dict[str, np.ndarray] = {}
         for name in graph.order:
             given, inputs = lengths.of(name), graph.inputs(name)

@@ -57,6 +57,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
         fit=None if model is None else memory_fit(resolved, model),
         boundaries=tuple(_boundary(plan, b, graph[b.source].options.row_dtype.itemsize) for b in graph.boundaries),
         deferral=str(resolved.deferral),
+        llm=recipe.llm,
         notes=notes,
     )
 

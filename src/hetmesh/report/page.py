@@ -17,7 +17,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, TIMELINE_FILE
 from hetmesh.records.events import EVENTS_FILE
 from hetmesh.records.metrics import amount
-from hetmesh.records.run_lines import number, series
+from hetmesh.records.run_lines import names_in, number, series
 from hetmesh.records.run_view import RunView
 from hetmesh.report.advice import advice, waits_for_samples
 from hetmesh.report.explain import explain
@@ -141,7 +141,8 @@ def _held_out(run: RunView) -> Iterator[Tile]:
         scores, after, keys = run.summary, "", ("validation_loss", "answer_accuracy", "questions")
     loss, accuracy, questions = (number(scores.get(key)) for key in keys)
     if loss is not None:
-        yield Tile("loss, held out", f"{loss:.4g}", f"per target token{after}")
+        per = "weighted sum of all losses" if names_in(run.records, "losses") else "per target token"
+        yield Tile("loss, held out", f"{loss:.4g}", per + after)
     if accuracy is not None:
         of = f"{questions:,.0f} held-out questions" if questions else "held-out questions"
         yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{after}")

@@ -40,9 +40,10 @@ WAIT_WORDS = {
 }
 """Classes of bubbles, as a table's head says them."""
 SUMMARY_WORDS = {
-    "validation_loss": "loss per target token",
+    "validation_loss": "loss on held-out samples",
     "answer_accuracy": "right answers",
     "answer_accuracy_by_kind": "right answers",
+    "drawn_accuracy": "drawn as asked",
     "questions": "questions",
     "free_running_accuracy": "right answers, generated freely",
     "free_running_questions": "questions answered freely",
@@ -52,7 +53,10 @@ SUMMARY_WORDS = {
 }
 """Keys of summary.json as a table says them; others are shown as they are."""
 IN_HEAD = ("steps", "ranks", "train_seconds", "loss", "stopped_by_on_step")  # of the page
-IN_EVALUATIONS = ("validation_loss", "answer_accuracy", "answer_accuracy_by_kind", "free_running_accuracy", "questions")
+IN_EVALUATIONS = (
+    *("validation_loss", "validation_losses", "answer_accuracy", "answer_accuracy_by_kind", "drawn_accuracy"),
+    *("free_running_accuracy", "questions"),
+)
 DATA_COUNTS = {
     "samples_skipped": "samples that could not be read",
     "samples_without_target": "samples without a target",
@@ -98,9 +102,14 @@ def _loss(run: RunView, max_norm: float | None) -> PageSection:
     loss, norm = series(run.records, "loss", name="training"), series(run.records, "grad_norm")
     held_out = series(run.evaluations, "validation", "loss", name="held-out samples")
     saved = _marks(run)._replace(saved=tuple(dict.fromkeys(checkpoint.step for checkpoint in run.story.saved)))
+    several = names_in(run.records, "losses")
     parts: list[Part] = []
     if shown := tuple(line for line in (loss, held_out) if line):
-        parts.append(Curves("loss, nats per target token", shown, marks=saved))
+        caption = "loss, the weighted sum of all" if several else "loss, nats per target token"
+        parts.append(Curves(caption, shown, marks=saved))
+    each = [series(run.records, "losses", name) for name in several]
+    each += [series(run.evaluations, "validation", "losses", name, name=f"{name}, held-out") for name in several]
+    parts += _curves(run, "each loss, per unit that it counts, without its weight", each)
     kinds = names_in(run.evaluations, "validation", "answer_accuracy_by_kind")[:MAX_KINDS]
     right = [series(run.evaluations, "validation", "answer_accuracy", name="all")]
     if len(right[0].steps) > 1:
@@ -144,6 +153,8 @@ def _evaluations(evaluations: Sequence[Mapping[str, Any]], kinds: Sequence[str])
     shown = [(line["step"], line["validation"]) for line in evaluations[-MAX_EVALUATIONS:]]
     columns: list[tuple[str, tuple[str, ...], str]] = [
         ("loss", ("loss",), ".4g"),
+        *((f"loss of {name}", ("losses", name), ".4g") for name in names_in(evaluations, "validation", "losses")),
+        ("drawn as asked", ("drawn_accuracy",), ".1%"),
         ("right", ("answer_accuracy",), ".1%"),
         *((name, ("answer_accuracy_by_kind", name), ".1%") for name in kinds),
         ("generated freely", ("free_running_accuracy",), ".1%"),

@@ -118,7 +118,7 @@ def _stages(view: RecipeView) -> Iterator[str]:
 def _held(view: RecipeView) -> Iterator[str]:
     yield from ("", "held at most between forward and backward, on the lane that holds most:")
     for module in view.modules:
-        unit = "rows" if any(b.source.split(".")[0] == module.name for b in view.boundaries) else "tokens"
+        unit = "tokens" if module.name == view.llm else "rows"
         for i, held in enumerate(module.held):
             of = counted(module.microbatches, "microbatch", "microbatches")
             yield f"  {module.name}.{i}: {held.microbatches} of {of}, {held.rows:,} {unit}"

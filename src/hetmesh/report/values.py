@@ -85,8 +85,8 @@ class BoundaryView:
 
     Attributes:
         microbatches: of source and destination that this route joins; routes: how many there are.
-        at: the placeholder whose tokens the rows replace.
-        layer: the layer after which a side output of the source is added to those tokens.
+        at: the placeholder whose tokens the rows replace; out of the LLM, whose hidden states they are.
+        layer: the layer after which a side output of the source is added to those tokens, or which they come from.
         shape: rows and features.
         source_layout, destination_layout: in words.
         forward, backward: what moves; no backward where nothing upstream is trainable.
@@ -125,6 +125,7 @@ class RecipeView:
         fit: what ranks hold at their fullest, on the largest batch, and whether the machine has as much; None where the
             sizes of a module are not known.
         deferral: whether the LLM may take samples one microbatch late, and why.
+        llm: the module that reads tokens.
         notes: what the figures assume or leave out.
     """
 
@@ -145,6 +146,7 @@ class RecipeView:
     process_groups_per_rank: int
     fit: MemoryFit | None = None
     deferral: str = ""
+    llm: str = ""
     notes: tuple[str, ...] = ()
 
     def memory(self, rank: int) -> int:

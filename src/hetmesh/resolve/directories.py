@@ -16,6 +16,7 @@ from hetmesh.models import pretrained_of
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.sections import Balance
 
 References = Mapping[str, Mapping[str, Any]]
 """Module -> `path` of its directory, and `files`: name -> CRC-32."""
@@ -31,9 +32,25 @@ def directory_of(recipe: Recipe) -> Pretrained | None:
     return whole if len(paths) == 1 and len(directories) > 1 and _is_whole(whole) else None
 
 
+def up_to_llm(recipe: Recipe) -> Recipe:
+    """`recipe` without the modules after the LLM and what feeds these alone, none of which a directory's model has."""
+    topology = recipe.wiring.topology
+    kept = {recipe.llm, *topology.upstream(recipe.llm)}
+    if len(kept) == len(recipe.modules):
+        return recipe
+    tables = {name: getattr(recipe, name) for name in Recipe.model_fields}
+    tables["modules"] = {name: module for name, module in recipe.modules.items() if name in kept}
+    tables["boundaries"] = tuple(b for b in recipe.boundaries if b.destination in kept)
+    own = {name: table for name, table in recipe.parallelism.modules.items() if name in kept}
+    tables["parallelism"] = recipe.parallelism.model_copy(update={"modules": own})
+    tables["balance"] = Balance()
+    return Recipe.model_validate(tables)
+
+
 def why_not_compared(recipe: Recipe) -> str:
     """Why modules of a whole multimodal model's directory are not compared with it; empty where they are, or where none
     of them comes from such a directory."""
+    recipe = up_to_llm(recipe)
     directories = {name: pretrained_of(name, module) for name, module in recipe.modules.items()}
     if directory_of(recipe) is not None or not any(map(_is_whole, directories.values())):
         return ""

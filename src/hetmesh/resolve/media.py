@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hetmesh.data.source import LEAVE_OUT, Source
+from hetmesh.data.source import LEAVE_OUT, Source, abilities_of
 from hetmesh.errors import RecipeError, SampleError
 from hetmesh.graph import ModuleGraph
 from hetmesh.graph.sample import kinds_of
@@ -13,9 +13,9 @@ from hetmesh.recipe.recipe import Recipe
 
 
 def media_extents(source: Source, skip: bool) -> dict[str, tuple[int, ...] | None]:
-    """Extent per kind of media, from the first samples that have some, None of a kind that a processor has placed; with
-    `skip` not of those that cannot be read, which the run leaves out too."""
-    extents: dict[str, tuple[int, ...] | None] = {}
+    """Extent per kind of media, as the source says or from the first samples that have some, None of a kind that a
+    processor has placed; with `skip` not of those that cannot be read, which the run leaves out too."""
+    extents: dict[str, tuple[int, ...] | None] = {**abilities_of(source).media_shapes}
     for index in range(min(len(source), 64)):
         try:
             for item in source.meta(index).media:

@@ -139,7 +139,8 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
 def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, llm: str) -> ModuleFacts:
     abilities, sizes, plan = adapter.abilities, adapter.tensor_parallel_sizes(), adapter.tensor_parallel_plan()
     packs, splits = abilities.use_packed is not None, abilities.with_stages()
-    own, encoder = abilities.experts, not recipe.wiring.topology.inputs(name) and name != llm
+    topology = recipe.wiring.topology
+    own, encoder = abilities.experts, not topology.inputs(name) and name != llm
     return ModuleFacts(
         shape,
         splits.activation,
@@ -149,7 +150,7 @@ def _facts(recipe: Recipe, name: str, adapter: Adapter, shape: Any, llm: str) ->
         tokens_per_row=abilities.tokens_per_row if encoder else 0,
         # With its tokens in shares a custom LLM cannot be a pipeline.
         sequence_parallel=bool(splits.token_sharded) and not (name == llm and isinstance(adapter, UserAdapter)),
-        alone=recipe.wiring.tables[name] == name or name == llm or encoder,
+        alone=recipe.wiring.tables[name] == name or name == llm or encoder or not topology.outputs(name),
         frozen_layers=shape.frozen_layers if recipe.modules[name].trainable else frozenset(),
         experts=None if own is None else ExpertSizes(own.count, own.chosen, own.features, own.inner),
     )

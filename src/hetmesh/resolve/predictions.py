@@ -39,8 +39,9 @@ def simulate_recipe(
         RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.
     """
     recipe = resolved.recipe
-    if wrong := [name for name in beside if name not in recipe.modules or name == recipe.llm]:
-        valid = ", ".join(name for name in recipe.modules if name != recipe.llm)
+    encoders = [name for name in recipe.modules if name != recipe.llm and name not in resolved.graph.topology.after_llm]
+    if wrong := [name for name in beside if name not in encoders]:
+        valid = ", ".join(encoders)
         raise RecipeError(f"beside = {wrong[0]!r}: only modules before {recipe.llm!r} can run beside it: {valid}")
     plan, model = resolved.plan(resolved.loader().batch(0).metas), resolved.step_model(machine, profile)
     if beside and recipe.fills_bubbles and not recipe.schedule_key("bubble_fill_in_collectives"):

@@ -26,6 +26,7 @@ from hetmesh.records.reporter import require_wandb
 from hetmesh.resolve.directories import referenced
 from hetmesh.resolve.module_refusals import check_module
 from hetmesh.resolve.modules import Shapes
+from hetmesh.resolve.named_loss import named_loss
 from hetmesh.resolve.optimizer_choice import check_optimizers
 from hetmesh.resolve.splits import reason_not_sliced
 from hetmesh.simulate.stage_contents import blocks
@@ -65,11 +66,33 @@ def check_recipe(
         for name, module in recipe.modules.items():
             if module.media is not None and not set(placeholders).intersection(kinds_of(module.media)):
                 refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
+    _outputs(recipe, adapters or {}, refusals)
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
         check_module(recipe, name, adapter, refusals)
     refusals.finish()
+
+
+def _outputs(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
+    """Losses that have a name, and layers whose output modules after the LLM read."""
+    for name, module in recipe.modules.items():
+        if module.loss is not None and ":" in module.loss.kind:
+            with refusals.collect():
+                named_loss(f"modules.{name}.loss.kind", module.loss)
+        shared = name != recipe.llm and name in recipe.wiring.losses and token_axes(recipe, name)
+        if shared and recipe.data.on_bad_sample == "skip":
+            refusals.add(
+                f"modules.{name}.loss: not together with its context parallel ranks and data.on_bad_sample = 'skip', "
+                "as a rank does not know which of its rows are of samples that cannot be read"
+            )
+    layers = adapters[recipe.llm].layers()[1:-1] if recipe.llm in adapters else ()
+    for i, boundary in enumerate(recipe.boundaries):
+        if layers and boundary.layer is not None and boundary.layer not in layers:
+            refusals.add(
+                f"boundaries[{i}].layer = {boundary.layer!r}: of {recipe.llm!r} hidden states behind {layers[0]} to "
+                f"{layers[-1]} can be read; leave it out for those that its head reads"
+            )
 
 
 def check_run(recipe: Recipe) -> None:
@@ -258,11 +281,13 @@ def _schedule_keys(recipe: Recipe, refusals: Refusals) -> None:
 def _bubble_fill(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes | None, refusals: Refusals) -> None:
     """Encoders that fill the gaps of the LLM's pipeline must lie there, and one be cut by the key for slices."""
     wiring = recipe.wiring
-    encoders = [name for name in wiring.topology.names if name != recipe.llm and not wiring.topology.inputs(name)]
+    topology = wiring.topology
+    fillers = [n for n in topology.names if n in topology.after_llm or (n != recipe.llm and not topology.inputs(n))]
     ranks = set(wiring.meshes[recipe.llm].ranks)
-    if not any(ranks & set(wiring.meshes[name].ranks) for name in encoders):
+    if not any(ranks & set(wiring.meshes[name].ranks) for name in fillers):
         refusals.add(
-            f"parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder shares ranks with {recipe.llm!r} "
+            "parallelism.pipeline_parallel_schedule = 'bubble_fill': no encoder, nor a module after the LLM, shares "
+            f"ranks with {recipe.llm!r} "
             f"({','.join(map(str, sorted(ranks)))}), whose gaps it would fill; put one there, or take the schedule "
             "1f1b, interleaved or zero_bubble"
         )
@@ -291,6 +316,11 @@ def _in_collectives(recipe: Recipe, refusals: Refusals) -> None:
         refusals.add(
             f"{key} = True: {recipe.llm!r} has a tensor_parallel_degree of 1, and so no collectives in which encoders "
             "could run; leave it out, or give the LLM tensor parallel ranks"
+        )
+    if after := sorted(recipe.wiring.topology.after_llm):
+        refusals.add(
+            f"{key} = True: {listed(after)}: no kernels of modules after the LLM run in its collectives; leave the key "
+            "out, bubble_fill has their slices in the gaps of the pipeline"
         )
     for has in _meeting_beside(recipe, _NOT_BESIDE):
         refusals.add(

@@ -327,7 +327,12 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
     wrong = []
     for key in ("max_tokens", "microbatch_sizes", "microbatch_shares"):
         for name in getattr(keys, key):
-            if (leader := led_by[name]) != name:
+            if key != "max_tokens" and name in graph.topology.after_llm:
+                wrong.append(
+                    f"balance.{key}.{name}: a module after the LLM has its microbatches, since it reads what "
+                    f"{graph.llm.name!r} computes in each; leave it out"
+                )
+            elif (leader := led_by[name]) != name:
                 instead = f"balance.{key}.{leader}"
                 if key != "max_tokens" and leader == graph.llm.name:
                     instead = "it ranks or degrees of its own, or leave it out"
@@ -336,7 +341,7 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
                     f"give {instead}"
                 )
     for name, shares in keys.microbatch_shares.items():
-        if led_by[name] == name:
+        if led_by[name] == name and name not in graph.topology.after_llm:
             try:
                 check_shares(graph, name, shares)
             except GraphError as error:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.errors import RecipeError, ScheduleError
+from hetmesh.formatting import counted
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.splits import TYPICAL, Typical
-from hetmesh.schedule import POLICIES, PolicyOptions, Schedule
+from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, uses_collectives
 from hetmesh.simulate import StepModel
 from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical, fill_typical_beside
 
@@ -86,7 +88,33 @@ def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
     samples are all alike. A step may have other routes, by deferral or a free number: there the cap gives way."""
     if not recipe.fills_bubbles:
         return
-    keys, size, options = recipe.balance, recipe.batch.global_batch_size, schedule_options(recipe)
+    try:
+        _of_alike(recipe, graph)
+    except ScheduleError as error:
+        cap, where = recipe.schedule_key("bubble_fill_in_flight"), recipe.schedule_place("bubble_fill_in_flight")
+        key = "" if cap is None else f"{where} = {cap}: "
+        raise RecipeError(f"{key}{error}") from error
+
+
+def idle_in_collectives(recipe: Recipe, graph: ModuleGraph) -> Iterator[str]:
+    """Where encoders shall run in the LLM's collectives and have nothing to do meanwhile, with the reasons, if
+    microbatches have the sizes that the recipe gives."""
+    key, cap = "bubble_fill_in_collectives", recipe.schedule_key("bubble_fill_in_flight")
+    if not recipe.fills_bubbles or not recipe.schedule_key(key) or recipe.balance.microbatches == "free":
+        return
+    if not uses_collectives(_of_alike(recipe, graph)):
+        given, wanted = counted(recipe.batch.num_microbatches, "microbatch", "microbatches"), "smaller microbatches"
+        if cap is not None:
+            given, wanted = f"{given} and bubble_fill_in_flight = {cap}", f"{wanted} or a higher cap"
+        yield (
+            f"{recipe.schedule_place(key)} = True: with {given} there is nothing that encoders could run while "
+            f"{recipe.llm!r} computes; take {wanted}, or leave the key out"
+        )
+
+
+def _of_alike(recipe: Recipe, graph: ModuleGraph) -> Schedule:
+    """The schedule where samples are all alike. Raises ScheduleError: no such schedule keeps the cap."""
+    keys, size = recipe.balance, recipe.batch.global_batch_size
     routes: Routes | int = recipe.batch.num_microbatches
     if keys.microbatch_sizes or keys.microbatch_shares:
         samples = [SampleMeta(str(i), 1, rows=dict.fromkeys(graph.order, 1)) for i in range(size)]
@@ -94,12 +122,8 @@ def check_schedule(recipe: Recipe, graph: ModuleGraph) -> None:
             keys.policy, microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares
         )
         routes = plan_batch(graph, samples, recipe.batch.microbatch_size, balance).routes
-    try:
-        POLICIES[recipe.schedule](cached_stage_graph(graph), routes, True, replace(options, raise_in_flight=False))
-    except ScheduleError as error:
-        where = recipe.schedule_place("bubble_fill_in_flight")
-        key = "" if options.in_flight is None else f"{where} = {options.in_flight}: "
-        raise RecipeError(f"{key}{error}") from error
+    options = replace(schedule_options(recipe), raise_in_flight=False)
+    return POLICIES[recipe.schedule](cached_stage_graph(graph), routes, True, options)
 
 
 def schedule_options(recipe: Recipe) -> PolicyOptions:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from hetmesh.data.source import abilities_of
 from hetmesh.formatting import counted, ranks_text, table, toml
+from hetmesh.graph import NEXT_TOKEN
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
 from hetmesh.models.weights.load import saved_tensors
@@ -48,7 +49,11 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     for line in table(lines):
         yield f"  {line}"
     for boundary in recipe.boundaries:
-        yield f"  {boundary.source} -> {boundary.destination}" + (f" at {boundary.at!r}" if boundary.at else "")
+        at = (f" at {boundary.at!r}" if boundary.at else "") + (f" after {boundary.layer}" if boundary.layer else "")
+        yield f"  {boundary.source} -> {boundary.destination}{at}"
+    if len(losses := {recipe.llm: NEXT_TOKEN} | dict(wiring.losses)) > 1:
+        units = {"tokens": "target token", "latents": "row of targets", "frames": "frame", "items": "media item"}
+        yield "  loss: " + " + ".join(f"{x.weight:g} x {x.kind} of {n} per {units[x.unit]}" for n, x in losses.items())
     if idle := sorted(set(range(recipe.world_size)) - set(wiring.ranks)):
         yield f"note: no module uses rank {ranks_text(tuple(idle))}"
     uncounted = {name: shape for name, shape in resolved.shapes.items() if shape is not None and shape.uncounted}
@@ -96,12 +101,16 @@ def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
             yield f"media = {toml(module.media)}"
         if name == recipe.llm:
             yield f"attention_mask = {toml(module.attention_mask)}"
+        if (loss := recipe.wiring.losses.get(name)) is not None:
+            yield f"loss = {toml({'kind': loss.kind, 'weight': loss.weight, 'unit': loss.unit})}"
     for boundary in recipe.boundaries:
         yield "[[boundaries]]"
         yield f"from = {toml(boundary.source)}"
         yield f"to = {toml(boundary.destination)}"
         if boundary.at is not None:
             yield f"at = {toml(boundary.at)}"
+        if boundary.layer is not None:
+            yield f"layer = {toml(boundary.layer)}"
     yield "[data]"
     yield f"source = {toml(recipe.data.source)}"
     if recipe.data.options:

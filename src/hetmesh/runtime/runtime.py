@@ -107,7 +107,7 @@ class Runtime:
         schedule: Schedule,
         plan: BatchPlan,
         load_batch: LoadBatch,
-        observe: Observe | None = None,
+        observe: Mapping[str, Observe] = MappingProxyType({}),
         *,
         step: int,
         transfers: StepTransfers | None = None,
@@ -117,6 +117,7 @@ class Runtime:
         """Run one step on this rank. On an asynchronous accelerator the host only queues it.
 
         Args:
+            observe: by module with a loss, what sees the output of its last stage.
             step: its number; what is random differs from step to step, and is the same if a step is run again.
             transfers: of this step and rank, if they were prepared; None: they are worked out on the way.
             weights: by which the summed losses of modules are multiplied in gradients; 1 where left out.

@@ -43,8 +43,8 @@ TARGET = "target"
 """Name of an output: what a module itself makes its loss compare its output with, which is then `batch["targets"]`."""
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
-"""(microbatch, detached logits of the LLM, its batch): called after each forward of the LLM, or in it for some of its
-targets after others (`hetmesh.parallel.linear_cross_entropy.Observe`)."""
+"""(microbatch, detached output, batch) of a module with a loss: called after each forward of its last stage; of an LLM
+in it, for some targets after others, where its loss comes so (`hetmesh.parallel.linear_cross_entropy.Observe`)."""
 
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
@@ -59,7 +59,7 @@ class StepRunner:
         schedule: Schedule,
         plan: BatchPlan,
         load_batch: LoadBatch,
-        observe: Observe | None,
+        observe: Mapping[str, Observe],
         step: int,
         transfers: StepTransfers | None = None,
         weights: Mapping[str, float] = MappingProxyType({}),
@@ -141,7 +141,7 @@ class StepRunner:
             if (observe := self._observer(stage, m)) is not None:
                 observe(outputs[""].detach(), batch)
             if TARGET in outputs:
-                batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET).detach()})
+                batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET)})
             loss = self.runtime.losses[stage.module](outputs[""], batch)
         self.loss_sums[stage.module] += loss.detach().double()
         sent = {edge.output for edge in self.schedule.stages.outputs(stage)}
@@ -156,9 +156,8 @@ class StepRunner:
         return {"": result} if isinstance(result, Tensor) else result
 
     def _observer(self, stage: Stage, m: int) -> Callable[[Tensor, Mapping[str, Tensor]], None] | None:
-        if self.observe is None or stage != self.schedule.stages.llm:
-            return None
-        return partial(self.observe, m)
+        observe = self.observe.get(stage.module) if stage in self.schedule.stages.losses else None
+        return None if observe is None else partial(observe, m)
 
     def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:

@@ -17,7 +17,7 @@ from hetmesh.schedule.schedule import (
 )
 from hetmesh.schedule.sequential import sequential
 from hetmesh.schedule.three_phase import three_phase
-from hetmesh.schedule.windows import ahead, windows
+from hetmesh.schedule.windows import ahead, uses_collectives, windows
 
 Policy = Callable[..., Schedule]
 """`policy(stages, microbatches, training=True, options=PolicyOptions())`: cached, validated, equal on every rank.

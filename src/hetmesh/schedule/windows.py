@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.schedule.schedule import (
@@ -78,6 +79,18 @@ def room_after(schedule: Schedule, place: Mapping[Action, int]) -> dict[Action, 
                 read.append(max(later, default=-1))
             found[forward] = sorted(read)[i - schedule.in_flight[stage]]
     return found
+
+
+def uses_collectives(schedule: Schedule) -> bool:
+    """Whether there is a rank that may begin to compute something before its place, and computes what this runs beside
+    until then, wherever messages go."""
+    for (rank, *_), _ in schedule.stages.rank_classes():
+        begin, own = windows(schedule, rank, lambda _: True), schedule.of_rank(rank)
+        computed = [isinstance(action.target, Stage) and action.kind is not Kind.REDUCE for action in own]
+        others = [*accumulate((c and a not in begin for c, a in zip(computed, own, strict=True)), initial=0)]
+        if any(computed[i] and others[i] > others[begin.get(action, i)] for i, action in enumerate(own)):
+            return True
+    return False
 
 
 _AHEAD = 1

@@ -97,7 +97,8 @@ def _columns(
     graph, stages = replay.graph, stage_graph(replay.graph)
     pairs = [(m, m) for m in range(microbatches)] + [(m, m + 1) for m in late]
     led_by, llm = leaders(graph), graph.llm.name
-    into = {(b.source, b.destination) for b in graph.boundaries if led_by[b.destination] == llm != led_by[b.source]}
+    follow = {name for name in graph.order if led_by[name] == llm or name in graph.topology.after_llm}
+    into = {(b.source, b.destination) for b in graph.boundaries if b.destination in follow and b.source not in follow}
     routes = Routes.make(dict.fromkeys(graph.order, microbatches), dict.fromkeys(into, pairs) if late else None)
     schedule = POLICIES[replay.policy](stages, routes, True, replay.options)
     costs = {(stage, m): StageCost(0.0) for stage in stages.stages for m in range(microbatches)}

@@ -24,20 +24,20 @@ from hetmesh.boundary import World
 from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.drawn import DrawnSample
 from hetmesh.errors import HetmeshError
-from hetmesh.graph import LossSpec, ModuleGraph, ModuleSpec, SampleMeta, output_key
+from hetmesh.graph import ModuleGraph, SampleMeta, output_key
 from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.named.diffusion import DiffusersAdapter
 from hetmesh.models.split.llm_half import HfLlmAdapter
 from hetmesh.models.user.adapters import UserSink
 from hetmesh.parallel import RandomPlace, entering, local_gradient, seed_by_place
 from hetmesh.parallel.experts import ExpertLayers
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.modules import loaded_module
-from hetmesh.resolve.named_loss import named_loss
 from hetmesh.resolve.resolved import resolve
+from hetmesh.testing.batch_losses import draws_of, summed, units_of
 from hetmesh.testing.dense_masks import DenseAttention, dense_mask, masked
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.draws import Draws
 from hetmesh.training.gradients import scale, squared_norm
 from hetmesh.training.job import Job
 from hetmesh.training.step import LossWeights
@@ -95,7 +95,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
     def step() -> float:
         drawn, number = next(loader), next(numbers)
         size = recipe.batch.microbatch_size if microbatches else len(drawn)
-        counts = {name: max(_counted(loss, name, graph, adapters, drawn), 1) for name, loss in graph.losses.items()}
+        counts = {name: max(units_of(loss, name, graph, adapters, drawn), 1) for name, loss in graph.losses.items()}
         per_token = counts[graph.llm.name] / max(sum(d.meta.tokens for d in drawn), 1)
         parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
         each = [accumulate(part, counts, per_token, number, m) for m, part in enumerate(parts)]
@@ -123,7 +123,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
                 llm: Any = adapters[name]
                 sees = masked(llm.decoder_of(modules[name]), dense_mask(kind, metas, batch["input_ids"].shape[1]))
             if name in graph.topology.after_llm:
-                batch = {**batch, **_draws(recipe.debug.seed, number, graph[name], adapters[name], metas)}
+                batch = {**batch, **draws_of(recipe.debug.seed, number, graph[name], adapters[name], metas)}
             routings = _Routings(adapters[name].abilities.experts)
             with sees, routings.kept(modules[name]), entering(RandomPlace(recipe.debug.seed, name, number, m)):
                 result = adapters[name].forward(modules[name], batch, inputs)
@@ -132,7 +132,7 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
             if name == graph.llm.name:
                 balance = routings.balance_loss([meta.tokens for meta in metas], batch["input_ids"].shape[1])
             if (spec := graph.losses.get(name)) is not None:
-                losses[name] = _summed(recipe, name, spec.kind, named, batch) / counts[name]
+                losses[name] = summed(recipe, name, spec.kind, named, batch) / counts[name]
         weighed = [graph.losses[name].weight * loss for name, loss in losses.items()]
         whole = torch.stack(weighed).sum() + balance * per_token / counts[graph.llm.name]
         if whole.requires_grad:  # not where only an encoder is trained, and no sample has anything for it
@@ -141,45 +141,6 @@ def reference(recipe: Recipe, steps: int = 3, lr: float = 0.1, *, microbatches: 
 
     with exact_dtypes(*modules.values(), every_cast=is_split(adapters)):
         return replace(descend(parameters, step, steps, lr), of_modules=tuple(of_modules))
-
-
-def _summed(recipe: Recipe, name: str, kind: str, outputs: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    """The loss of a module over all samples of a batch, from its formula."""
-    table = recipe.modules[name].loss
-    if kind == "cross_entropy":
-        return nn.functional.cross_entropy(outputs[""], batch["targets"], reduction="sum")
-    targets = outputs.get("target", batch.get("targets"))
-    if table is not None and ":" in kind:
-        return named_loss("", table)(outputs[""], {**batch, "targets": targets})
-    assert targets is not None
-    return ((outputs[""] - targets) ** 2).sum() / targets.shape[-1]
-
-
-def _counted(
-    loss: LossSpec, name: str, graph: ModuleGraph, adapters: Mapping[str, Adapter], drawn: Sequence[DrawnSample]
-) -> int:
-    """What a loss counts of a batch, sample by sample."""
-    if loss.unit == "tokens":
-        return sum(d.meta.num_targets for d in drawn)
-    items = [item for d in drawn for item in d.meta.media if item.name == graph[name].media]
-    if loss.unit == "items":
-        return len(items)
-    frames = loss.unit == "frames"
-    return sum(item.shape[0] if frames else adapters[name].item_latents(item.shape) for item in items)
-
-
-def _draws(seed: int, step: int, spec: ModuleSpec, adapter: Adapter, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-    """What a flow loss draws, one sample after another."""
-    parts: list[dict[str, Tensor]] = []
-    for meta in metas if adapter.abilities.draws else ():
-        shapes = [item.shape for item in meta.media if item.name == spec.media]
-        rows = sum(map(adapter.item_latents, shapes))
-        parts.append(Draws(seed, step).of(spec.name, [meta.id], [len(shapes)], [rows], adapter.abilities.draws))
-    return (
-        {key: torch.cat([part[key] for part in parts]).to(spec.options.parameter_dtype) for key in parts[0]}
-        if parts
-        else {}
-    )
 
 
 class _Routings:
@@ -341,7 +302,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 def is_split(adapters: Mapping[str, Adapter]) -> bool:
     """Whether modules are parts of a model of any build."""
-    return any(isinstance(adapter, HfLlmAdapter) for adapter in adapters.values())
+    return any(isinstance(adapter, HfLlmAdapter | DiffusersAdapter) for adapter in adapters.values())
 
 
 def compare(expected: Outcome, ranks: list[Outcome], tolerance: float) -> float:

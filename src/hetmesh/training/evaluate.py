@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +23,9 @@ from hetmesh.data.drawn import DrawnBatch, describe_without_targets
 from hetmesh.data.loader import VALIDATION, Loader
 from hetmesh.data.source import QuestionSource, Source
 from hetmesh.errors import SampleError
+from hetmesh.graph import SampleMeta
+from hetmesh.models.draws import EVALUATION
 from hetmesh.parallel import VocabularyShards
-from hetmesh.training.draws import EVALUATION
 from hetmesh.training.job import Job
 from hetmesh.training.unreadable import describe_unreadable, leave_out_unreadable
 
@@ -41,6 +43,7 @@ class Evaluation:
         right: bool `[n]`: every target token of the sample is the arg-max (given the true tokens before it). A sample
             of which `seq_len` cut targets is not.
         predicted: int64 `[n, most targets]`: the arg-max tokens, -1 behind the last.
+        asked: bool `[n]`: whether it counts as a question (`is_question`).
         kinds: the kind of each sample, empty where the source does not tell.
         skipped: why samples could not be read, of all that could not; none of these is right.
     """
@@ -48,37 +51,52 @@ class Evaluation:
     loss: float
     right: Tensor
     predicted: Tensor
+    asked: Tensor
     kinds: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
-        return float(self.right.double().mean())
+        """Share of the questions that are right; nan without any."""
+        return float(self.right[self.asked].double().mean())
 
     @property
     def accuracy_by_kind(self) -> dict[str, float]:
         """The same per kind of question."""
-        names = sorted(set(self.kinds))
-        return {n: float(self.right[[k == n for k in self.kinds]].double().mean()) for n in names}
+        of = [kind if asked else None for kind, asked in zip(self.kinds, self.asked.tolist(), strict=bool(self.kinds))]
+        names = sorted({kind for kind in of if kind is not None})
+        return {n: float(self.right[[kind == n for kind in of]].double().mean()) for n in names}
 
 
 def evaluate(job: Job, source: Source, limit: int | None = None, silent: Collection[int] = ()) -> Evaluation:
     """Run `source` (or its first `limit` samples) through the modules without training. Collective over all ranks.
 
-    Training goes on as if this had not been: the random state is left as it was, and modules are in evaluation mode.
-    `silent`: tokens that are never guessed.
+    Training goes on as if this had not been. `silent`: tokens that are never guessed.
     """
+    with evaluating(job):
+        return _evaluate(job, source, limit, silent)
+
+
+@contextmanager
+def evaluating(job: Job) -> Iterator[None]:
+    """While it lasts, modules are in evaluation mode; the random state is left as it was."""
     parts = (job.root, *job.runtime.modules.values())
     training = [module for part in parts for module in part.modules() if module.training]
     for part in parts:
         part.eval()
     try:
         with torch.random.fork_rng():
-            return _evaluate(job, source, limit, silent)
+            yield
     finally:
         for module in training:
             module.training = True
+
+
+def is_question(job: Job, meta: SampleMeta) -> bool:
+    """Whether a sample counts among those that are answered: all do but those whose whole answer is a media item."""
+    made = [job.graph[name].media for name in job.graph.topology.after_llm]
+    return bool(meta.targets) or not any(meta.num_items(media) for media in made if media is not None)
 
 
 def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[int]) -> Evaluation:
@@ -121,8 +139,8 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
             guessed.append((m, guesses, guesses == batch["targets"], index))
 
         schedule = job.schedule(plan, training=False)
-        observing = counts_tokens or job.vocabulary is not None
-        for name, own in job.runtime.run(schedule, plan, feed, observe if observing else None, step=0).items():
+        observers = {job.graph.llm.name: observe} if counts_tokens or job.vocabulary is not None else {}
+        for name, own in job.runtime.run(schedule, plan, feed, observers, step=0).items():
             sums[name] = sums[name] + own * job.counts_loss(name)
         counts.update(plan.loss_counts)
         for m, guesses, hits, index in guessed:
@@ -147,7 +165,8 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     whole = torch.from_numpy(np.concatenate([part.given.num_targets for part in drawn]))  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
     total = sum(job.graph.losses[name].weight * loss for name, loss in losses.items()) if losses else math.nan
-    return Evaluation(total, right, results[:, 1:] - 1, kinds, tuple(skipped.values()), losses)
+    asked = torch.tensor([is_question(job, part.given[i]) for part in drawn for i in range(len(part))])
+    return Evaluation(total, right, results[:, 1:] - 1, asked, kinds, tuple(skipped.values()), losses)
 
 
 def draw_held_out(world: World, loader: Loader, count: int) -> list[DrawnBatch]:
@@ -201,7 +220,7 @@ def show(source: Source, evaluation: Evaluation, answers: Sequence[Sequence[int]
         return []
     shown = []
     kinds = evaluation.kinds[: len(answers)] if answers else evaluation.kinds
-    for i in _of_all_kinds(source, kinds)[:_SHOWN]:
+    for i in _of_all_kinds(source, kinds, evaluation.asked.tolist())[:_SHOWN]:
         told = answers[i] if answers else [t for t in evaluation.predicted[i].tolist() if t >= 0]
         guess, truth = source.decode(told), source.answer(i)
         right = guess == truth if answers else bool(evaluation.right[i])
@@ -211,11 +230,12 @@ def show(source: Source, evaluation: Evaluation, answers: Sequence[Sequence[int]
     return shown
 
 
-def _of_all_kinds(source: QuestionSource, kinds: Sequence[str]) -> list[int]:
-    """All questions, the kinds in turn in the order of their first appearance."""
+def _of_all_kinds(source: QuestionSource, kinds: Sequence[str], asked: Sequence[bool]) -> list[int]:
+    """All questions that are `asked`, the kinds in turn in the order of their first appearance."""
     queues: dict[str, list[int]] = {}
     for i, kind in enumerate(kinds):
-        queues.setdefault(kind, []).append(i)
+        if asked[i]:
+            queues.setdefault(kind, []).append(i)
     for kind, queue in queues.items():
         fits = {i: max(map(len, source.picture(i).splitlines()), default=0) <= _COLUMNS for i in queue}
         queues[kind] = sorted(queue, key=lambda i: not fits[i])

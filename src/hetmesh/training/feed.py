@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetmesh.attention.packed_rows import with_tensors
 from hetmesh.balance import BatchPlan
 from hetmesh.boundary.watchdog import Watchdog
 from hetmesh.data.drawn import DrawnBatch
@@ -20,9 +21,9 @@ from hetmesh.graph import ModuleSpec, SampleMeta, Stage
 from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.collate import target_values
+from hetmesh.models.draws import FIRST, Draws
 from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
-from hetmesh.training.draws import FIRST, Draws
 
 
 @dataclass
@@ -68,7 +69,22 @@ class Feed:
         self._kinds = self._wanted()
 
     def __call__(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
-        """The stage's own inputs on this rank; see `Adapter.collate` and `hetmesh.models.packing.lane_batch`."""
+        """The stage's own inputs on this rank; see `Adapter.collate` and `hetmesh.models.packing.lane_batch`. Where a
+        loss does not count all rows, `counted` says which, bool `[rows]`."""
+        batch, spec = self._batch(stage, microbatch), self.plan.graph[stage.module]
+        if spec.loss is None or spec.loss.unit == "tokens" or stage.index != spec.num_stages - 1:
+            return batch
+        metas = [self.plan.samples[i] for i in self._indices(stage, microbatch)]
+        counted = [meta.rows[spec.name + LOSS_UNITS] > 0 for meta in metas]
+        if spec.name in self.plan.graph.topology.after_llm:
+            rows = _target_rows(self.adapters[spec.name], _shapes(spec, metas))
+        else:
+            rows = [meta.rows[spec.name] for meta in metas]
+        if all(count or not n for count, n in zip(counted, rows, strict=True)):
+            return batch
+        return with_tensors(batch, {**batch, "counted": torch.tensor(counted).repeat_interleave(torch.tensor(rows))})
+
+    def _batch(self, stage: Stage, microbatch: int) -> Mapping[str, Any]:
         module, source = stage.module, self.loader.source
         spec = self.plan.graph[module]
         if not self._reads(spec, stage.index):
@@ -84,22 +100,8 @@ class Feed:
         if module == self.plan.graph.llm.name and (names := abilities_of(source).values):
             batch = {**batch, **target_values(samples, metas, names)}
         if spec.loss is not None and module in self.plan.graph.topology.after_llm:
-            return {**batch, **self._of_loss(spec, metas)}
+            return {**batch, **of_loss(adapter, spec, metas, self.draws)}
         return lane_batch(adapter, batch, self.plan, stage, microbatch, self.rank)
-
-    def _of_loss(self, spec: ModuleSpec, metas: Sequence[SampleMeta]) -> dict[str, Tensor]:
-        """What the loss of a module after the LLM draws, and which rows of its targets it counts, if not all."""
-        adapter, kind = self.adapters[spec.name], spec.media or ""
-        shapes = [[item.extent for item in meta.media if item.name in kinds_of(kind)] for meta in metas]
-        rows = [sum(map(adapter.item_latents, each)) for each in shapes]
-        found: dict[str, Tensor] = {}
-        if features := adapter.abilities.draws:
-            found = self.draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
-            found = {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
-        counted = [meta.rows.get(spec.name + LOSS_UNITS, 1) > 0 for meta in metas]
-        if not all(count or not n for count, n in zip(counted, rows, strict=True)):  # some cannot be read
-            found["counted"] = torch.repeat_interleave(torch.tensor(counted), torch.tensor(rows))
-        return found
 
     def _indices(self, stage: Stage, microbatch: int) -> Sequence[int]:
         lane = self.plan.graph[stage.module].lane_of(self.rank)
@@ -174,3 +176,23 @@ class Feed:
                 setattr(self.loaded, name, getattr(self.loaded, name) + getattr(found, name))
         self.loaded.wait_s += time.perf_counter() - started
         return wrong
+
+
+def of_loss(adapter: Adapter, spec: ModuleSpec, metas: Sequence[SampleMeta], draws: Draws) -> dict[str, Tensor]:
+    """What the loss of a module after the LLM draws."""
+    if not (features := adapter.abilities.draws):
+        return {}
+    shapes = _shapes(spec, metas)
+    rows = _target_rows(adapter, shapes)
+    found = draws.of(spec.name, [meta.id for meta in metas], list(map(len, shapes)), rows, features)
+    return {key: value.to(spec.options.parameter_dtype) for key, value in found.items()}
+
+
+def _shapes(spec: ModuleSpec, metas: Sequence[SampleMeta]) -> list[list[tuple[int, ...]]]:
+    """Of the items of each sample that a module makes."""
+    kinds = kinds_of(spec.media or "")
+    return [[item.extent for item in meta.media if item.name in kinds] for meta in metas]
+
+
+def _target_rows(adapter: Adapter, shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[int]:
+    return [sum(map(adapter.item_latents, each)) for each in shapes]

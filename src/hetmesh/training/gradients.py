@@ -42,10 +42,20 @@ def squared_norm(
             devices.setdefault(gradient.device, ([], []))[which].append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for mine, theirs in devices.values():
-        squares = torch.stack(torch._foreach_norm([*mine, *theirs], 2)).double().square()
+        squares = _norms([*mine, *theirs]).square()
         own = squares[: len(mine)].sum() + 0.0 * squares[len(mine) :].sum()  # 0 * inf and 0 * nan are nan
         total += own.to(total.device, non_blocking=total.device.type != "cpu")  # what comes from a device is waited for
     return total
+
+
+def _norms(gradients: list[Tensor]) -> Tensor:
+    """The 2-norms of tensors on one device, float64."""
+    if gradients[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(gradients, 2)).double()
+    # Row by row, as torch adds up the squares of a whole tensor one after the other there: in fp32 that is 8e-5 off for
+    # 2,048 x 2,048 elements, and 4% for 2^28. In float64 it would take a copy, and ten times as long.
+    rows = (torch.linalg.vector_norm(gradient, dim=-1) for gradient in gradients)
+    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in rows])
 
 
 def counted(modules: Iterable[ParallelModule], rank: int, elsewhere: Collection[int] = ()) -> list[nn.Parameter]:

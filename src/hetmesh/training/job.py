@@ -23,6 +23,7 @@ from hetmesh.data.payloads import Payloads
 from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.draws import Draws
 from hetmesh.models.weights.fill_module import materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
@@ -46,7 +47,6 @@ from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule, ahead
-from hetmesh.training.draws import Draws
 from hetmesh.training.expert_placement import ExpertLoads, ExpertPlacement
 from hetmesh.training.feed import Feed
 from hetmesh.training.first_steps import FirstSteps

@@ -29,14 +29,29 @@ CustomLosses = CustomLoss | Mapping[str, CustomLoss]
 
 def sum_squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     """The squared differences of `output` from `batch["targets"]`, both `[rows, features]`, as their mean over features
-    summed over rows; of those in `batch["counted"]` alone, where it is there."""
+    summed over rows."""
     targets = batch["targets"]
     if output.shape != targets.shape:
         raise LossError(f"its output {tuple(output.shape)} and its targets {tuple(targets.shape)} have other shapes")
     if output.dtype in (torch.float16, torch.bfloat16):
         output = output.float()
-    rows = (output - targets.to(output.dtype)).square().mean(-1)
-    return (rows * batch["counted"] if "counted" in batch else rows).sum()
+    return (output - targets.to(output.dtype)).square().mean(-1).sum()
+
+
+def of_counted(loss: CustomLoss) -> CustomLoss:
+    """`loss` of the rows in `batch["counted"]` alone, where it is there: others are of samples that cannot be read."""
+
+    def of_rows(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        if (counted := batch.get("counted")) is None:
+            return loss(output, batch)
+        return loss(output[counted], _rows_of(batch, counted, len(counted)))
+
+    return of_rows
+
+
+def _rows_of(batch: Mapping[str, Tensor], which: slice | Tensor, n: int) -> dict[str, Tensor]:
+    """Of each tensor with a row for each of `n` those."""
+    return {key: v[which] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for key, v in batch.items()}
 
 
 def by_module(loss: CustomLosses | None, graph: ModuleGraph) -> dict[str, CustomLoss]:
@@ -73,12 +88,13 @@ def module_losses(
     """The loss of each module that has one, as its last stage calls it. `modules`: of this rank."""
     found: dict[str, CustomLoss] = {}
     for name, spec in graph.losses.items():
-        if name in custom:
-            found[name] = CheckedLoss(custom[name]) if spec.unit == "tokens" else CheckedRowLoss(custom[name])
+        if spec.unit != "tokens":
+            found[name] = of_counted(CheckedRowLoss(custom[name]) if name in custom else sum_squared_error)
+        elif name in custom:
+            found[name] = CheckedLoss(custom[name])
         else:
             own = modules.get(name)
-            vocabulary = None if own is None else own.vocabulary
-            found[name] = CrossEntropy(vocabulary) if spec.kind == "cross_entropy" else sum_squared_error
+            found[name] = CrossEntropy(None if own is None else own.vocabulary)
     return found
 
 
@@ -152,7 +168,7 @@ class CheckedRowLoss(CheckedLoss):
         targets = batch.get("targets")
         if not isinstance(targets, Tensor) or len(targets) != n:
             return None
-        return {key: v[span] if isinstance(v, Tensor) and v.ndim and len(v) == n else v for key, v in batch.items()}
+        return _rows_of(batch, span, n)
 
 
 _OF_TARGETS = ("targets", "target_positions", "target_index")

@@ -33,6 +33,7 @@ from hetmesh.cost import LayerShape, Observation, Profile, Work, computed_work, 
 from hetmesh.data.drawn import DrawnSample
 from hetmesh.data.loader import Loader
 from hetmesh.models import Adapter, lora_plan
+from hetmesh.models.draws import FIRST
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.compute_copies import cast_parameters, casts_to
 from hetmesh.parallel.linear_cross_entropy import sum_cross_entropy
@@ -40,6 +41,7 @@ from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.environment import choose_attention
+from hetmesh.training.feed import of_loss
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 100
@@ -165,16 +167,17 @@ def _inputs(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The module's own inputs, and random rows in place of its producers'."""
     graph, adapter = resolved.graph, resolved.adapters[name]
-    metas, dtype = [d.meta for d in drawn], graph[name].options.row_dtype
-    rows = {
-        b.source: torch.randn(sum(meta.rows.get(b.source, 0) for meta in metas), adapter.in_features or 1, dtype=dtype)
-        for b in graph.inputs(name)
-    }
-    if rows and name != graph.llm.name:
+    spec, metas = graph[name], [d.meta for d in drawn]
+    rows: dict[str, Tensor] = {}
+    for b in graph.inputs(name):
+        count = sum(meta.rows.get(b.key if graph.out_of_llm(b) else b.source, 0) for meta in metas)
+        rows[b.key] = torch.randn(count, graph[b.source].features, dtype=spec.options.row_dtype)
+    compared = spec.loss is not None and name in graph.topology.after_llm
+    if rows and name != graph.llm.name and not compared:
         return {}, rows
     source = loader.source
-    samples = loader.load(drawn)
-    return adapter.collate(samples, metas, placeholders=source.placeholders, pad_id=source.pad_id), rows
+    batch = adapter.collate(loader.load(drawn), metas, placeholders=source.placeholders, pad_id=source.pad_id)
+    return (batch | of_loss(adapter, spec, metas, FIRST) if compared else batch), rows
 
 
 def _recorded(

@@ -53,8 +53,9 @@ class PlannedStep:
 
     @property
     def without_target(self) -> list[int]:
-        """The samples, by their index in the batch, that can be read and have no target token."""
-        return [i for i in np.flatnonzero(self.drawn.metas.num_targets == 0).tolist() if i not in self.unreadable]
+        """The samples, by their index in the batch, that can be read and have nothing that a loss counts."""
+        counted = sum(map(self.plan.counted, self.plan.graph.losses))
+        return [i for i in np.flatnonzero(counted == 0).tolist() if i not in self.unreadable]
 
 
 class Upcoming:

@@ -8,6 +8,7 @@ any layout will do, and nothing is computed that an evaluation does not; the pri
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import SampleError
 from hetmesh.records.reporter import Reporter
-from hetmesh.training.evaluate import Evaluation, draw_held_out, evaluate, show
+from hetmesh.training.drawing import draw_items, drawers
+from hetmesh.training.evaluate import Evaluation, draw_held_out, evaluate, is_question, show
 from hetmesh.training.job import Job
 
 
@@ -32,17 +34,19 @@ class FreeRunning:
     Attributes:
         answers: the tokens of each, the end token included where there is one.
         right: whether each says what the data have: the same text where the source can tell, else the same tokens.
+        asked: whether each counts as a question (`is_question`).
         unended: answers that were stopped, by the number of tokens or by `seq_len`.
     """
 
     answers: tuple[tuple[int, ...], ...]
     right: tuple[bool, ...]
+    asked: tuple[bool, ...]
     unended: int
 
     @property
     def accuracy(self) -> float:
-        """Share of samples that are right."""
-        return sum(self.right) / len(self.right)
+        """Share of the questions that are right; nan without any."""
+        return sum(self.right) / sum(self.asked) if any(self.asked) else math.nan
 
 
 def free_running(job: Job, source: Source, samples: int, most: int, ends: Collection[int]) -> FreeRunning:
@@ -54,10 +58,13 @@ def free_running(job: Job, source: Source, samples: int, most: int, ends: Collec
     """
     count = min(samples, len(source))
     truths = _truths(job, source, count)
-    longest = [(most if ends else min(most, len(truth.answer))) * truth.readable for truth in truths]
+    readable = [truth.readable and truth.question for truth in truths]
+    longest = [
+        (most if ends else min(most, len(truth.answer))) * each for truth, each in zip(truths, readable, strict=True)
+    ]
     answers: list[list[int]] = [[] for _ in range(count)]
-    stopped = {index for index in range(count) if not longest[index]}
-    open_ = [index for index in range(count) if index not in stopped]
+    stopped = {index for index in range(count) if not longest[index] and truths[index].question}
+    open_ = [index for index in range(count) if longest[index]]
     silent = tuple(source.placeholders.values())
     while open_:
         cut = _cut(job, Continued(source, open_, [answers[index] for index in open_]))
@@ -82,7 +89,8 @@ def free_running(job: Job, source: Source, samples: int, most: int, ends: Collec
                 stopped.add(index)
         open_ = still
     right = tuple(_same(source, answer, truth.answer) for answer, truth in zip(answers, truths, strict=True))
-    return FreeRunning(tuple(map(tuple, answers)), right, len(stopped))
+    asked = tuple(truth.question for truth in truths)
+    return FreeRunning(tuple(map(tuple, answers)), right, asked, len(stopped))
 
 
 def _cut(job: Job, source: Continued) -> set[int]:
@@ -94,11 +102,13 @@ def _cut(job: Job, source: Continued) -> set[int]:
 
 @dataclass(frozen=True)
 class _Truth:
-    """The tokens of the last answer of a sample, how many target tokens lie before it, and whether it can be read."""
+    """The tokens of the last answer of a sample, how many target tokens lie before it, whether it can be read, and
+    whether it counts as a question."""
 
     answer: list[int]
     targets_before: int
     readable: bool = True
+    question: bool = True
 
 
 _UNREADABLE = _Truth([], 0, readable=False)
@@ -111,7 +121,7 @@ def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
     for index in range(count):
         with world.watchdog.watching(f"the right answer of the held-out sample {index}"):
             try:
-                found.append(_truth(source, index))
+                found.append(_truth(job, source, index))
             except SampleError:
                 if not job.loader.skip:
                     raise
@@ -124,10 +134,10 @@ def _truths(job: Job, source: Source, count: int) -> list[_Truth]:
     return found
 
 
-def _truth(source: Source, index: int) -> _Truth:
+def _truth(job: Job, source: Source, index: int) -> _Truth:
     meta = source.meta(index)
     if not meta.targets:
-        return _Truth([], 0)
+        return _Truth([], 0, question=is_question(job, meta))
     start, stop = answer_start(meta), meta.targets[-1][1]
     return _Truth(source.load(index, ()).tokens[start:stop].tolist(), meta.num_targets - (stop - start))
 
@@ -147,12 +157,14 @@ class RunValidation:
 
     Attributes:
         last, answered: what was found the last time.
+        drawn: whether the media items that were made for samples are what these ask for, by a source that can judge.
     """
 
     def __init__(self, job: Job, source: Source | None, reporter: Reporter) -> None:
         self.job, self.source, self.reporter = job, source, reporter
         self.last: Evaluation | None = None
         self.answered: FreeRunning | None = None
+        self.drawn: list[bool] = []
 
     def due(self, step: int) -> bool:
         """Whether `[validation] freq` asks for an evaluation after `step`, which is not the last one."""
@@ -166,13 +178,22 @@ class RunValidation:
         keys = self.job.recipe.validation
         started = time.perf_counter()
         evaluation = self.last = evaluate(self.job, self.source, keys.samples)
-        scores = {"loss": evaluation.loss, "answer_accuracy": evaluation.accuracy}
+        scores = {"loss": evaluation.loss}
+        if evaluation.asked.any():
+            scores["answer_accuracy"] = evaluation.accuracy
         if keys.free_running:
             ends = end_tokens(self.source, self.job.recipe)
             self.answered = free_running(self.job, self.source, keys.free_running, keys.free_running_tokens, ends)
-            scores["free_running_accuracy"] = self.answered.accuracy
+            if any(self.answered.asked):
+                scores["free_running_accuracy"] = self.answered.accuracy
+        if (judge := abilities_of(self.source).judge) is not None:
+            drawn = [draw_items(self.job, self.source, name, keys.samples) for name in drawers(self.job)]
+            self.drawn = [judge(index, item) for each in drawn for index, items in each.items() for item in items]
+        if self.drawn:
+            scores["drawn_accuracy"] = sum(self.drawn) / len(self.drawn)
         measured = {"samples": len(evaluation.right), "time_s": round(time.perf_counter() - started, 3)}
-        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, **measured)
+        losses = evaluation.losses if len(self.job.graph.losses) > 1 else {}
+        self.reporter.evaluation(step, scores, evaluation.accuracy_by_kind, losses, **measured)
         if evaluation.skipped:
             many, first = len(evaluation.skipped), evaluation.skipped[0]
             self.reporter.print(f"validation: {many} samples cannot be read and count as wrong; the first: {first}")
@@ -190,16 +211,21 @@ class RunValidation:
         """What the summary of the run says of it."""
         found: dict[str, Any] = {}
         if self.last is not None:
+            found["validation_loss"] = self.last.loss
+            if len(self.job.graph.losses) > 1:
+                found["validation_losses"] = dict(self.last.losses)
+        if self.last is not None and self.last.asked.any():
             found |= {
-                "validation_loss": self.last.loss,
                 "answer_accuracy": self.last.accuracy,
                 "answer_accuracy_by_kind": self.last.accuracy_by_kind,
-                "questions": len(self.last.right),
+                "questions": int(self.last.asked.sum()),
             }
-        if self.answered is not None:
+        if self.answered is not None and any(self.answered.asked):
             found |= {
                 "free_running_accuracy": self.answered.accuracy,
-                "free_running_questions": len(self.answered.right),
+                "free_running_questions": sum(self.answered.asked),
                 "free_running_unended": self.answered.unended,
             }
+        if self.drawn:
+            found |= {"drawn_accuracy": sum(self.drawn) / len(self.drawn), "drawn": len(self.drawn)}
         return found

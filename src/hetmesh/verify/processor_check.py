@@ -20,7 +20,7 @@ from hetmesh.formatting import counted
 from hetmesh.models.config_keys import hf
 from hetmesh.models.split.made import as_tensor
 from hetmesh.models.split.processor import Clip
-from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.directories import directory_of, up_to_llm
 from hetmesh.resolve.resolved import ResolvedRecipe
 
 N_SAMPLES = 4
@@ -34,7 +34,7 @@ def check_processor(resolved: ResolvedRecipe) -> list[str]:
     parts = list(source.parts.values()) if isinstance(source, MixtureSource) else [source]
     lines = []
     for part in (part for part in parts if isinstance(part, ConversationsSource)):
-        if directory_of(resolved.recipe) is None:
+        if directory_of(up_to_llm(resolved.recipe)) is None:
             continue
         if part.preparation is None:
             lines.append("data: nothing was compared with transformers' own processor: data.options name a tokenizer")

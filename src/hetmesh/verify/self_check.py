@@ -32,7 +32,7 @@ from hetmesh.models.split.whole_forward import load_whole, whole_logits
 from hetmesh.models.split.whole_model import TOWERS, WholeModel, whole_model
 from hetmesh.recipe.hf_path import PLACEHOLDER_KEYS
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.directories import directory_of, up_to_llm
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.one_process import OneProcess, on_one_rank
@@ -82,6 +82,7 @@ def self_check(recipe: Recipe) -> float:
         SelfCheckError: the modules compute something else; says which module, and by how much.
         RecipeError: the recipe's modules do not all come from one directory of a multimodal model.
     """
+    recipe = up_to_llm(recipe)
     pretrained = directory_of(recipe)
     if pretrained is None:
         raise RecipeError(

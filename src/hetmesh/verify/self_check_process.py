@@ -15,7 +15,7 @@ from hetmesh.data.metadata_index import content_hash, file_states
 from hetmesh.errors import HetmeshError, OutputError, SelfCheckError
 from hetmesh.files import read_object, to_json, write_json, writing
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.directories import directory_of, up_to_llm
 from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 
 TIMEOUT_S = 7200
@@ -61,7 +61,7 @@ def compare(resolved: ResolvedRecipe) -> list[str]:
 
 def needs_self_check(recipe: Recipe) -> bool:
     """Whether the modules come from one directory of a multimodal model, and were not compared with it yet."""
-    if directory_of(recipe) is None:
+    if directory_of(up_to_llm(recipe)) is None:
         return False
     of = _compared(recipe)
     return all(read_object(file).get("of") != of for file in _record_files(recipe, of))
@@ -91,6 +91,7 @@ def _record_files(recipe: Recipe, of: str) -> tuple[Path, Path]:
 
 def _compared(recipe: Recipe) -> str:
     """A hash of all that the result depends on."""
+    recipe = up_to_llm(recipe)
     pretrained = directory_of(recipe)
     data = recipe.data.mixture or (recipe.data,)
     named = [os.path.expanduser(value) for each in data for value in each.options.values() if isinstance(value, str)]

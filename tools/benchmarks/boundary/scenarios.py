@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from benchmarks.boundary.out_of_llm import CASES
 from hetmesh._torch_compat import StridedShard
 from hetmesh.layout import Layout, MeshSpec, Placement, RowSplit
 
@@ -112,7 +113,7 @@ def large() -> list[Scenario]:
 
 
 def small() -> list[Scenario]:
-    """Tensors of a few KB: fixed costs."""
+    """Tensors of a few KB: fixed costs, and hidden states of the LLM that a generator reads."""
     rows, batch = (96, 64), (8, 12, 64)
     samples, lanes = _ragged(rows[0])
     dp8 = layout(range(8), [Shard(0)], dp=8)
@@ -124,6 +125,7 @@ def small() -> list[Scenario]:
         Scenario("small ragged 5 lanes, 2 empty -> 3 lanes, shuffled samples", rows, *samples),
         Scenario("small ragged DP8 -> DP4 x TP2, sequence-sharded, 1 empty lane", rows, *lanes),
         Scenario("small Partial TP4 -> disjoint DP4", rows, _tp(range(4), Partial()), _dp(range(4, 8))),
+        *(Scenario(f"small, out of the LLM, {case.name}", *case.layouts()) for case in CASES),
     ]
 
 

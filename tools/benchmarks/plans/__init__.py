@@ -1,10 +1,13 @@
-"""Ten plans of one batch on two pinned ranks: predicted against measured step times, and the order of both.
+"""Twelve plans of one batch on two pinned ranks: predicted against measured step times and memory, and their order.
 
 Every plan runs in real processes, each rank on a core of its own with one thread: forwards, backwards, transfers, sums
 of gradients, clipping and the optimizer. Its prediction is a simulation of the same batch plan and schedule with costs
 of this machine, of other samples: each stage by itself at other microbatch sizes (together where its ranks share
 layers), messages, sums and the optimizer by themselves, and what two busy cores slow each other down
 (`benchmarks.busy`). Rounds go over all plans, so that measuring and running take turns; medians are kept.
+
+Memory is predicted from sizes alone, as `hetmesh explain` does, and counted operation by operation (`LiveBytes`); the
+rank of which the prediction is further off counts.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from benchmarks.plans.layouts import PLANS, Plan
 from benchmarks.plans.steps import PlanSteps, measure
 from benchmarks.schedule.predict import step_costs
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.resolve.predictions import step_memory
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.simulate import simulate
@@ -68,6 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "rank_correlation": _rank_correlation(predicted, measured),
         "mean_error": statistics.mean(errors),
         "worst_error": max(errors),
+        "worst_memory_error": max(row["memory_error"] for row in rows),
         "predicted_span": max(predicted) / min(predicted),
         "busy_slowdown": slowdown[-1],
         "rows": rows,
@@ -82,14 +87,26 @@ def undisturbed(seconds: Sequence[float]) -> float:
 def _row(plan: Plan, recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple[float, ...]) -> dict[str, Any]:
     predicted = predict(recipe, ranks, slowdown)
     seconds = statistics.median(max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True))
+    held = predicted_bytes(recipe)
     return {
         "name": plan.name,
         "predicted_ms": 1e3 * predicted,
         "measured_ms": 1e3 * seconds,
         "error": abs(predicted / seconds - 1),
+        "memory_error": max(abs(held[rank] / each.peak_bytes - 1) for rank, each in enumerate(ranks)),
+        "predicted_bytes": [held[rank] for rank in range(len(ranks))],
+        "measured_bytes": [each.peak_bytes for each in ranks],
         "optimizer_ms": 1e3 * max(statistics.median(each.optimizer) for each in ranks),
         "steps_ms": [round(1e3 * max(each), 1) for each in zip(*(rank.seconds for rank in ranks), strict=True)],
     }
+
+
+def predicted_bytes(recipe: Recipe) -> dict[int, int]:
+    """The most bytes of tensors on each rank in the step over the first global batch."""
+    resolved = resolve(recipe)
+    plan = resolved.plan(resolved.loader().batch(0).metas)
+    model = resolved.step_model("h100")
+    return {rank: memory.tensors for rank, memory in step_memory(resolved, model, plan).items()}
 
 
 def predict(recipe: Recipe, ranks: Sequence[PlanSteps], slowdown: tuple[float, ...]) -> float:
@@ -112,11 +129,13 @@ def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """A line per plan."""
-    lines = [f"{'plan':30} {'predicted':>11} {'measured':>11} {'error':>7} {'optimizer':>11}"]
+    lines = [
+        f"{'plan':30} {'predicted':>11} {'measured':>11} {'error':>7} {'optimizer':>11} {'memory':>9} {'error':>7}"
+    ]
     lines += [
         f"{r['name']:30} {r['predicted_ms']:9.1f}ms {r['measured_ms']:9.1f}ms {r['error']:7.1%} "
-        f"{r['optimizer_ms']:9.1f}ms"
+        f"{r['optimizer_ms']:9.1f}ms {max(r['measured_bytes']) / 1e6:7.1f}MB {r['memory_error']:7.1%}"
         for r in result["rows"]
     ]
-    keys = ("rank_correlation", "mean_error", "worst_error", "predicted_span", "busy_slowdown")
+    keys = ("rank_correlation", "mean_error", "worst_error", "worst_memory_error", "predicted_span", "busy_slowdown")
     return "\n".join([*lines, ", ".join(f"{key} {result[key]:.3f}" for key in keys)])

@@ -1,5 +1,5 @@
-"""Ten plans of one small VLM and one batch on two ranks: placements, kinds of parallelism, schedules, recomputation and
-microbatch sizes."""
+"""Twelve plans of one small VLM and one batch on two ranks: placements, kinds of parallelism, schedules, recomputation
+and microbatch sizes. Two have a generator behind the LLM."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Plan:
         microbatch: samples per microbatch and lane of the LLM.
         lanes: of the LLM.
         recomputed: whether blocks are computed again in the backward.
+        draws: whether a generator follows the LLM.
     """
 
     name: str
@@ -40,11 +41,12 @@ class Plan:
     microbatch: int
     lanes: int = 1
     recomputed: bool = False
+    draws: bool = False
 
     def recipe(self, *, width: int, layers: int, samples: int) -> Recipe:
         """The recipe, with `samples` per step."""
         again = '[activation_checkpoint]\nmode = "full"\n' if self.recomputed else ""
-        made = Configuration(self.name, self.schedule, self.tables + again, vision_layers=2)
+        made = Configuration(self.name, self.schedule, self.tables + again, vision_layers=2, draws=self.draws)
         count = samples // (self.lanes * self.microbatch)
         return made.recipe(width=width, llm_layers=layers, microbatch=self.microbatch, microbatches=count)
 
@@ -65,4 +67,6 @@ PLANS = (
     Plan("pipeline, three_phase", "three_phase", _SPREAD + _PIPELINE, 4),
     Plan("disjoint", "1f1b", _VISION_ON_0 + _LLM_ON_1, 4),
     Plan("disjoint, recomputed", "1f1b", _VISION_ON_0 + _LLM_ON_1, 2, recomputed=True),
+    Plan("generator on the other rank", "1f1b", _VISION_ON_0 + _LLM_ON_1 + _RANKS.format("drawer", [0]), 4, draws=True),
+    Plan("generator beside a pipeline", "1f1b", _SPREAD + _PIPELINE + _both("drawer"), 4, draws=True),
 )

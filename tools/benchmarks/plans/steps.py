@@ -16,6 +16,7 @@ from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
+from hetmesh.runtime import LiveBytes
 from hetmesh.training.gradients import clip_factor, scale, squared_norm
 from hetmesh.training.job import Job
 from hetmesh.training.optimizers import make_optimizers, take_step
@@ -29,11 +30,13 @@ class PlanSteps:
         seconds: of whole steps, until this rank's parameters are updated.
         optimizer: seconds of normalising, clipping and the optimizer, by themselves.
         measured: what predicts the rest.
+        peak_bytes: the most bytes of tensors alive in a step, once there are an optimizer's state and buffers.
     """
 
     seconds: list[float]
     optimizer: list[float]
     measured: Measured
+    peak_bytes: int
 
 
 def measure(
@@ -56,7 +59,8 @@ def measure(
     """
     pin(rank)
     meter = BusyMeter(blocks(busy), seconds)
-    jobs = [_Planned(recipe, each) for recipe, each in zip(recipes, sizes, strict=True)]
+    peaks = [_peak_bytes(recipe) for recipe in recipes]
+    jobs = [_Planned(*given) for given in zip(recipes, sizes, peaks, strict=True)]
     for i in range(rounds):
         for job in jobs:
             job.round(seconds, overhead=i % 4 == 0)
@@ -64,15 +68,25 @@ def measure(
     return [job.found for job in jobs], (meter.alone, meter.together)
 
 
+def _peak_bytes(recipe: Recipe) -> int:
+    with LiveBytes() as live:
+        step = _Step(Job.assemble(resolve(recipe), World.current()))
+        for _ in range(2):
+            step.run()
+        live.restart()
+        step.run()
+    return live.peak
+
+
 class _Planned:
     """One plan, built."""
 
-    def __init__(self, recipe: Recipe, sizes: Sequence[int]) -> None:
+    def __init__(self, recipe: Recipe, sizes: Sequence[int], peak_bytes: int) -> None:
         job = Job.assemble(resolve(recipe), World.current())
         others, lanes = job.loader.batch(1), job.graph.llm.num_lanes
         self.probe, self.least = Probe(job, [others[: size * lanes] for size in sizes]), min(sizes)
         self.step = _Step(job)
-        self.found = PlanSteps([], [], self.probe.measured)
+        self.found = PlanSteps([], [], self.probe.measured, peak_bytes)
         self.step.run()  # first contacts, and the optimizer's state
 
     def round(self, seconds: float, *, overhead: bool) -> None:

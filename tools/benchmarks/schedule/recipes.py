@@ -42,10 +42,11 @@ from = "projector"
 to = "llm"
 at = "image"
 
+{drawer}
 [data]
 source = "hetmesh.testing.sources:RandomMedia"
 [data.options]
-kinds = {{ image = [1, 32, 32] }}
+kinds = {{ {kinds} }}
 items = 1
 max_text = {text}
 
@@ -61,6 +62,23 @@ enable = false
 pipeline_parallel_schedule = "{policy}"
 pipeline_parallel_microbatch_size = {microbatch}
 {tables}
+"""
+
+_DRAWER = """
+[modules.drawer]
+model = "flow"
+[modules.drawer.config]
+queries = 8
+hidden_size = {width}
+num_hidden_layers = {vision_layers}
+num_attention_heads = 4
+patch_size = 4
+[modules.drawer.loss]
+kind = "flow_matching"
+[[boundaries]]
+from = "llm"
+to = "drawer"
+at = "drawing"
 """
 
 _ON_RANK_0 = "[parallelism.vision]\nranks = [0]\n"
@@ -79,6 +97,7 @@ class Configuration:
     Attributes:
         vision_wide: the inner width of the encoder's MLPs, in widths.
         packed: the samples of a lane of the LLM lie in one row.
+        draws: a flow-matching transformer as deep as the encoder makes an image of each sample, too.
     """
 
     name: str
@@ -90,19 +109,24 @@ class Configuration:
     text: int = 25
     vision_wide: int = 4
     packed: bool = False
+    draws: bool = False
 
     def recipe(
         self, *, width: int, llm_layers: int, microbatch: int, microbatches: int, vision_layers: int | None = None
     ) -> Recipe:
         """The recipe; the encoder's depth grows with the LLM's unless it is given."""
+        depth = vision_layers or max(self.vision_layers * llm_layers // 4, 1)
+        kinds = ["image = [1, 32, 32]", *["drawing = [1, 32, 32]"] * self.draws]
         text = _MODEL.format(
+            kinds=", ".join(kinds),
+            drawer=_DRAWER.format(width=width, vision_layers=depth) if self.draws else "",
             vision_trainable=str(self.vision_trainable).lower(),
             llm_trainable=str(self.llm_trainable).lower(),
             width=width,
             wide=self.vision_wide * width,
             inner=width * 11 // 4,
             head=width // 4,
-            vision_layers=vision_layers or max(self.vision_layers * llm_layers // 4, 1),
+            vision_layers=depth,
             llm_layers=llm_layers,
             text=self.text,
             packed=str(self.packed).lower(),

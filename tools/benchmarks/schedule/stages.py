@@ -20,7 +20,7 @@ from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.runtime import Recording
-from hetmesh.runtime.step_runner import StepRunner
+from hetmesh.runtime.step_runner import LOSS, StepRunner
 from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.schedule import backward_kinds
 from hetmesh.simulate import rank_work
@@ -120,7 +120,7 @@ class Probe:
         plan = plan_batch(job.graph, drawn.metas, len(drawn))
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
-        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), None, 0)
+        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), {}, 0)
         for edge in stages.inputs(stage):
             shape, _, layout = edge_layouts(plan, edge, 0)
             rows = torch.randn(layout.local_shape(shape, rank), dtype=job.graph[edge.source.module].options.row_dtype)
@@ -129,8 +129,8 @@ class Probe:
         if any(job.graph[stage.module].mesh.axis_size(axis) > 1 for axis in ("cp", "tp", "dp_shard", "ep")):
             dist.barrier()  # what they wait for each other is in their actions
         for kind in (Kind.FORWARD, *backward_kinds(stage, stages, schedule.split)):
-            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage != stages.llm:
-                outputs = step.outputs[stage, 0]
+            if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                outputs = {name: output for name, output in step.outputs[stage, 0].items() if name != LOSS}
                 step.gradients[stage, 0] = {name: torch.randn_like(output) for name, output in outputs.items()}
             started = time.perf_counter()
             step.execute(Action(kind, stage, 0))

@@ -94,16 +94,14 @@ class DiffusersAdapter(GeneratorAdapter):
         """The adapter of a recipe's module, or None while a neighbour is not resolved. Keys: `queries`,
         `sampling_steps` (20), and `timestep_scale`, the timestep of pure noise, of a class not in `TIMESTEPS`."""
         check_keys(request, ("queries", "sampling_steps", "timestep_scale"))
+        queries = positive_int(request, "queries", request.config.get("queries"))
+        steps = positive_int(request, "sampling_steps", request.config.get("sampling_steps", 20))
         model_class, config = diffusers_class(request)
         name, parameters = model_class.__name__, inspect.signature(model_class.forward).parameters
+        lacking = [key for key in READS if key not in parameters]
         more = [k for k, p in parameters.items() if p.default is p.empty and k not in ("self", *READS, *FILLED)]
-        more += [
-            key for key in ("guidance_embeds", "resolution_embeds", "use_additional_conditions") if config.get(key)
-        ]
-        with torch.device("meta"):
-            module = model_class.from_config(config)
-        more += ["added_cond_kwargs"] if getattr(module, "use_additional_conditions", False) else []
-        if (lacking := [key for key in READS if key not in parameters]) or more:
+        more += [key for key in ("guidance_embeds", "resolution_embeds") if config.get(key)]
+        if lacking or more:
             what = f"does not read {lacking}" if lacking else f"needs {more}, too"
             raise RecipeError(f"{request.pretrained}: the forward of {name} {what}; hetmesh gives it {list(READS)}")
         timestep = request.config.get("timestep_scale", TIMESTEPS.get(name, 0) * config.get("timestep_scale", 1))
@@ -112,47 +110,36 @@ class DiffusersAdapter(GeneratorAdapter):
                 f"{request.key}.config.timestep_scale: which timestep is pure noise for {name}? (known are "
                 f"{TIMESTEPS}), got {timestep!r}"
             )
-        if (place := generator_place(request, "diffusers")) is None:
+        condition = next((config[key] for key in CONDITIONS if config.get(key)), None)
+        if (place := generator_place(request, "diffusers", condition)) is None:
             return None
-        if "queries" not in request.config:
-            raise RecipeError(f"{request.key}.config.queries: missing; how many tokens of the LLM make an item?")
-        condition = next((config[key] for key in CONDITIONS if config.get(key)), place["in_features"])
-        if condition != place["in_features"]:
-            raise RecipeError(
-                f"{request.key}: {name} reads rows of width {condition}, and gets {place['in_features']}; put a "
-                "projector (model = 'mlp') before it"
-            )
-        shape = place["media_shape"]
-        if len(shape) != 3:
+        if len(shape := place["media_shape"]) != 3:
             raise RecipeError(f"{request.key}: {name} makes images (channels, height, width), got {shape}")
-        cells, channels = place.get("latents", shape[1] * shape[2]), place.get("width", shape[0])
-        height = round(math.sqrt(cells * shape[1] / shape[2]))
-        grid = height, cells // max(height, 1)
-        packed = {channels: 1, 4 * channels: 2}.get(config["in_channels"], 0) if "img_ids" in parameters else 0
-        fits = packed or (config["in_channels"] == channels and "img_ids" not in parameters)
+        place = {"latents": shape[1] * shape[2], "width": shape[0], **place}
+        cells, channels, reads = place["latents"], place["width"], config["in_channels"]
+        height = max(round(math.sqrt(cells * shape[1] / shape[2])), 1)
+        grid = height, cells // height
+        packed = {channels: 1, 4 * channels: 2}.get(reads, 0) if "img_ids" in parameters else 0
         side = packed or config.get("patch_size", 1)
-        if grid[0] * grid[1] != cells or not fits or grid[0] % side or grid[1] % side:
+        fits = packed or (reads == channels and "img_ids" not in parameters)
+        if math.prod(grid) != cells or not fits or grid[0] % side or grid[1] % side:
             raise RecipeError(
-                f"{request.key}: {name} has in_channels = {config['in_channels']} and patches of {side}, which "
-                f"{cells} latents of width {channels} of an image {shape} do not make"
+                f"{request.key}: {name} has in_channels = {reads} and patches of {side}, which {cells} latents of "
+                f"width {channels} of an image {shape} do not make"
             )
-        return cls(
-            **{**place, "latents": cells, "width": channels},
-            queries=positive_int(request, "queries", request.config["queries"]),
-            steps=positive_int(request, "sampling_steps", request.config.get("sampling_steps", 20)),
-            model_class=model_class,
-            config=config,
-            timestep=timestep,
-            grid=grid,
-            packed=packed,
-            layer_names=layers_of(module),
-        )
+        with torch.device("meta"):
+            module = model_class.from_config(config)
+        if getattr(module, "use_additional_conditions", False):
+            raise RecipeError(f"{request.pretrained}: {name} needs added_cond_kwargs (use_additional_conditions)")
+        made: dict[str, Any] = {**place, "queries": queries, "steps": steps, "model_class": model_class}
+        made |= {"config": config, "timestep": timestep, "grid": grid, "packed": packed}
+        return cls(**made, layer_names=layers_of(module))
 
     @property
     def abilities(self) -> Abilities:
         whole = self.model_class.__name__ not in TIMESTEPS  # of others it is known that they enter each layer once
         saved = saved_as(self.model_class, self.config)
-        return replace(super().abilities, gathered_whole=whole, saved_as=saved, reasons=self.reasons)
+        return self.of_flow(gathered_whole=whole, saved_as=saved, reasons=self.reasons)
 
     def build(self) -> nn.Module:
         return self.model_class.from_config(self.config)
@@ -262,7 +249,7 @@ class VaeAdapter(EncoderAdapter):
 
     def latents(self, module: Any, media: Tensor) -> Tensor:
         """`[n, channels, height, width]`."""
-        found = module.encode(media, return_dict=False)[0]
+        found = module.encode(media.to(next(module.parameters()).dtype), return_dict=False)[0]
         found = found if isinstance(found, Tensor) else found.mode()
         return (found - self._shift) * self._scale
 

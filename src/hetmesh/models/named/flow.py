@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,6 @@ class FlowAdapter(GeneratorAdapter):
     """Images of one size, cut into patches, or an encoder's latents of them."""
 
     config: FlowConfig
-    keys: ClassVar = ("queries", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
     @classmethod
     def make(cls, request: AdapterRequest) -> FlowAdapter | None:
@@ -152,35 +151,29 @@ class FlowAdapter(GeneratorAdapter):
         check_keys(request, [key for key in known if key not in ("latents", "condition_size")])
         if (place := generator_place(request, "flow")) is None:
             return None
-        shape = place["media_shape"]
+        shape, given = place["media_shape"], dict(request.config)
         if len(shape) != 3 or shape[1] != shape[2]:
             raise RecipeError(f"{request.key}: flow makes square images (channels, size, size), got {shape}")
-        given = dict(request.config)
         if request.pretrained is not None:
             stored = request.pretrained.section(request.model, (MODEL_TYPE,))
             given = {**{key: stored[key] for key in known if key in stored}, **given}
-        if missing := [key for key in (*cls.keys, *(() if request.encoders else ("patch_size",))) if key not in given]:
-            raise RecipeError(f"{request.key}.config.{missing[0]}: missing (all that are: {missing})")
-        patch = positive_int(request, "patch_size", given.get("patch_size", 1))
-        if shape[1] % patch:
-            raise RecipeError(f"{request.key}.config.patch_size: must divide the images' {shape[1]}, got {patch}")
-        latents = place.get("latents", (shape[1] // patch) ** 2)
-        features = place.get("width", shape[0] * patch**2)
-        derived = {"intermediate_size": 4 * positive_int(request, "hidden_size", given["hidden_size"])}
-        fixed = {"image_size": shape[1], "num_channels": shape[0], "latent_features": features, "latents": latents}
-        fixed["condition_size"] = place["in_features"]
+        if request.encoders:
+            given.setdefault("patch_size", 1)
+        for key in ("queries", "hidden_size", "num_hidden_layers", "num_attention_heads", "patch_size"):
+            positive_int(request, key, given.get(key))
+        for key, size in (("patch_size", shape[1]), ("num_attention_heads", given["hidden_size"])):
+            if size % given[key]:
+                raise RecipeError(f"{request.key}.config.{key}: must divide {size}, got {given[key]}")
+        patches = {"latents": (shape[1] // given["patch_size"]) ** 2, "width": shape[0] * given["patch_size"] ** 2}
+        place = patches | place
+        fixed = {"image_size": shape[1], "num_channels": shape[0], "condition_size": place["in_features"]}
+        fixed |= {"latents": place["latents"], "latent_features": place["width"]}
         for key, value in fixed.items():
             if given.get(key, value) != value:
                 raise RecipeError(f"{request.key}.config.{key}: is {value} here, got {given[key]!r}; leave it out")
-        config = FlowConfig(**{**derived, **given, **fixed, "patch_size": patch})
-        for key, value in asdict(config).items():
-            positive_int(request, key, value)
-        if config.hidden_size % config.num_attention_heads:
-            raise RecipeError(
-                f"{request.key}.config.num_attention_heads: must divide hidden_size = {config.hidden_size}, "
-                f"got {config.num_attention_heads}"
-            )
-        place |= {"latents": latents, "width": features}
+        config = FlowConfig(**{"intermediate_size": 4 * given["hidden_size"], **given, **fixed})
+        for key in ("intermediate_size", "sampling_steps"):
+            positive_int(request, key, getattr(config, key))
         return cls(**place, queries=config.queries, steps=config.sampling_steps, config=config)
 
     @property
@@ -194,7 +187,10 @@ class FlowAdapter(GeneratorAdapter):
     @property
     def abilities(self) -> Abilities:
         config = {**asdict(self.config), "model_type": MODEL_TYPE}
-        return replace(super().abilities, activation=self.activation, saved_as=SavedAs(config))
+        of_time = "embed.time_1", "embed.time_2", "blocks.*.modulation", "head.modulation"
+        # per block two normalised inputs before their modulation, two results before their gates
+        costs = {"per_item": of_time, "row_copies": 4}
+        return self.of_flow(activation=self.activation, saved_as=SavedAs(config), **costs)
 
     def build(self) -> nn.Module:
         return FlowTransformer(self.config)
@@ -230,8 +226,8 @@ class FlowAdapter(GeneratorAdapter):
     ) -> Tensor | Mapping[str, Tensor]:
         width = self.config.hidden_size
         if PREVIOUS not in inputs:
-            given = self.noised(batch, inputs)
-            n, state, velocity = given.items, module.embed(given.noisy, given.rows, given.time), given.velocity
+            n, velocity, given = self.noised(batch, inputs)
+            state = module.embed(*given)
         else:
             passed = inputs[PREVIOUS].view(-1, 1 + self.queries + self.latents, self.activation.features)
             n = len(passed)
@@ -242,4 +238,4 @@ class FlowAdapter(GeneratorAdapter):
         if is_absent(module.head):
             kept = pad(velocity.to(output.dtype), (0, 0, 1 + self.queries, 0))
             return torch.cat([output, kept], -1)[:n].flatten(0, 1)
-        return {"": output[:n].flatten(0, 1), "target": velocity[:n].flatten(0, 1)}
+        return self.result(n, output, velocity)

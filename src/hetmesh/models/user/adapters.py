@@ -14,6 +14,7 @@ from hetmesh.errors import BoundaryError, SampleError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import NONE, Abilities, AdapterDefaults, SampleLike
 from hetmesh.models.collate import collate_media, collate_tokens, media_items
+from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.models.weights.pretrained import prefixes
 from hetmesh.parallel.fully_shard import needs_backward
 from hetmesh.parallel.sequence_parallel import ShardedTokens
@@ -159,6 +160,36 @@ class UserItemsEncoder(UserAdapter):
         item = as_parameters(module, torch.zeros(self.blank, device=device))
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_backward()):
             return self.checked(module, module([item]), self.item_rows(tuple(item.shape)), 1)[:0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserGenerator(GeneratorAdapter, UserAdapter):  # type: ignore[misc]
+    """A user's module after the LLM, which predicts the rows of an item along its last dim, or those that an encoder
+    makes of it. `flows`: it gets noisy ones and the time, too, and predicts velocities."""
+
+    flows: bool
+
+    def to_latents(self, items: Tensor) -> Tensor:
+        return items.reshape(len(items), self.latents, self.width)
+
+    def to_items(self, latents: Tensor) -> Tensor:
+        return latents.reshape(-1, *self.media_shape)
+
+    def velocity(self, module: nn.Module, noisy: Tensor, rows: Tensor, time: Tensor) -> Tensor:
+        return self.predicted(module(rows, as_parameters(module, noisy), as_parameters(module, time)), len(rows))
+
+    def predicted(self, output: Any, n: int) -> Tensor:
+        want = n, self.latents, self.width
+        if not isinstance(output, Tensor) or output.shape != want:
+            given = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise BoundaryError(f"module {self.name!r} must return a prediction of shape {want}, got {given}")
+        return output
+
+    def forward(self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Any:
+        if self.flows:
+            return super().forward(module, batch, inputs)
+        n, rows, data = self.read(batch, inputs)
+        return self.result(n, self.predicted(module(rows), len(rows)), data)
 
 
 @dataclass(frozen=True)

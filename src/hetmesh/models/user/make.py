@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -20,7 +21,15 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.models.adapter import Abilities, Adapter, AdapterRequest
 from hetmesh.models.config_keys import constructor_arguments, positive_int
-from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
+from hetmesh.models.generator import generator_place
+from hetmesh.models.user.adapters import (
+    UserAdapter,
+    UserEncoder,
+    UserGenerator,
+    UserItemsEncoder,
+    UserSink,
+    sharded_layers,
+)
 from hetmesh.models.user.layer_probes import enters_layers_once, first_layers
 from hetmesh.models.user.probe import check_packing, check_samples, check_token_shares
 from hetmesh.models.weights.build import random_state
@@ -61,6 +70,13 @@ def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) ->
         "media_shape": request.media_shape,
         "vocab_size": request.vocab_size,
     }
+    place: dict[str, Any] = {}
+    if request.generates:
+        if (found := generator_place(request, model_class.__name__)) is None:
+            return None
+        shape = found["media_shape"] or (1,)
+        place = {"latents": math.prod(shape[:-1]), "width": shape[-1], **found}
+        sizes["out_features"] = place["width"]
     arguments, missing = constructor_arguments(request, model_class, sizes)
     if missing and set(missing) <= {"in_features", "out_features"}:
         return None
@@ -68,7 +84,7 @@ def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) ->
         raise RecipeError(f"{request.key}.config: the constructor of {model_class.__name__} also needs {missing}")
     example = _example(model_class, arguments, request)
     check_registered(example, request)
-    adapter = _adapter(model_class, arguments, example, request)
+    adapter = _adapter(model_class, arguments, example, request, place)
     if adapter is None:
         return None
     abilities = adapter.abilities
@@ -86,7 +102,11 @@ def _adapter_of_module(model_class: type[nn.Module], request: AdapterRequest) ->
 
 
 def _adapter(
-    model_class: type[nn.Module], arguments: Mapping[str, Any], example: nn.Module, request: AdapterRequest
+    model_class: type[nn.Module],
+    arguments: Mapping[str, Any],
+    example: nn.Module,
+    request: AdapterRequest,
+    place: Mapping[str, Any],
 ) -> UserAdapter | None:
     get = lambda key, default=None: arguments.get(key, getattr(example, key, default))  # noqa: E731
     layers = declared_layers(example, request)
@@ -104,6 +124,8 @@ def _adapter(
             f"{request.key}: {request.model} is a custom LLM, which returns logits alone, and "
             f"{list(request.consumers)} read hidden states; take a ready-made one, or hf_llm"
         )
+    if place:
+        return _generator(example, common, {**place, "queries": _size(request, get, "queries")}, request)
     if not request.consumers:
         width = _size(request, get, "in_features") if request.placeholders else None
         return UserSink(**common, in_features=width, sources=request.sources)
@@ -114,6 +136,23 @@ def _adapter(
         raise RecipeError(f"{request.key}: a row-wise module has exactly one boundary into it")
     width = get("in_features", request.in_features)
     return None if width is None else UserAdapter(**common, in_features=positive_int(request, "in_features", width))
+
+
+def _generator(
+    example: nn.Module, common: dict[str, Any], place: dict[str, Any], request: AdapterRequest
+) -> UserGenerator:
+    if common["abilities"].activation is not None or common["abilities"].token_sharded:
+        raise RecipeError(
+            f"{request.key}: {type(example).__name__} declares `activation` or `token_sharded`, which do nothing "
+            "after the LLM: write an adapter, see hetmesh/models/user/README.md"
+        )
+    flows = getattr(example, "flows", False)
+    if not isinstance(flows, bool):
+        raise _error(request, example, "flows", flows, "must be True or False")
+    common["abilities"] = Abilities(reasons=common["abilities"].reasons)
+    steps = getattr(example, "sampling_steps", UserGenerator.steps)
+    made = UserGenerator(**common | place, steps=steps, flows=flows)
+    return replace(made, abilities=made.of_flow(reasons=common["abilities"].reasons)) if flows else made
 
 
 def _encoder(example: nn.Module, common: dict[str, Any], get: Any, request: AdapterRequest) -> UserAdapter:
@@ -254,7 +293,7 @@ def declared_layers(example: nn.Module, request: AdapterRequest) -> tuple[str, .
 
 def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: AdapterRequest) -> Abilities:
     """What the module can do beyond being called whole."""
-    kind, llm = type(example).__name__, not request.consumers
+    kind, llm = type(example).__name__, not request.consumers and not request.generates
     packed = getattr(example, "packed_attention", False)
     if llm and not isinstance(packed, bool):
         raise _error(request, example, "packed_attention", packed, "must be True or False")

@@ -31,7 +31,14 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.packing import pack_tokens
-from hetmesh.models.user.adapters import UserAdapter, UserEncoder, UserItemsEncoder, UserSink, sharded_layers
+from hetmesh.models.user.adapters import (
+    UserAdapter,
+    UserEncoder,
+    UserGenerator,
+    UserItemsEncoder,
+    UserSink,
+    sharded_layers,
+)
 from hetmesh.models.weights.build import build_module
 from hetmesh.parallel.tensor_parallel import matching
 
@@ -84,6 +91,7 @@ def run(module: nn.Module, forward: Forward, call: Call, weights: Tensor | None 
     copies = {source: leaf.clone() for source, leaf in leaves.items()}
     module.zero_grad()
     output = forward(module, batch, copies)
+    output = output[""] if isinstance(output, Mapping) else output
     wrote = any(not torch.equal(copies[source], leaf) for source, leaf in leaves.items())
     if not torch.is_grad_enabled():
         return ProbeRun(output, wrote_inputs=wrote)
@@ -175,6 +183,8 @@ def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call
     generator = torch.Generator().manual_seed(0)
     if isinstance(adapter, UserSink):
         count, call = 2, _language_calls(adapter, vocab_size, generator)
+    elif isinstance(adapter, UserGenerator):
+        count, call = 3, _generator_calls(adapter, generator)
     else:
         kind, shape = "rows", tuple[int, ...]((adapter.in_features or 1,))
         if isinstance(adapter, UserItemsEncoder):
@@ -189,6 +199,20 @@ def sample_calls(adapter: UserAdapter, vocab_size: int) -> tuple[Call, list[Call
             return ({}, {"rows": inputs[chosen]}) if kind == "rows" else ({"media": inputs[chosen]}, {})
 
     return call(list(range(count))), [call([i]) for i in range(count)]
+
+
+def _generator_calls(of: UserGenerator, generator: torch.Generator) -> Callable[[list[int]], Call]:
+    """Calls with some of three items."""
+    sizes = {"rows": (of.queries, of.in_features), "targets": (of.latents, of.width), "noise": (of.latents, of.width)}
+    given = {key: torch.randn(3, *size, generator=generator, dtype=torch.float64) for key, size in sizes.items()}
+    time = torch.rand(3, generator=generator, dtype=torch.float64)
+
+    def call(chosen: list[int]) -> Call:
+        flat = {key: tensor[chosen].flatten(0, 1) for key, tensor in given.items()}
+        inputs = {"rows": flat.pop("rows")} | ({} if of.encoder is None else {of.encoder: flat["targets"]})
+        return {**flat, "time": time[chosen]}, inputs
+
+    return call
 
 
 def _language_calls(adapter: UserSink, vocab_size: int, generator: torch.Generator) -> Callable[[list[int]], Call]:

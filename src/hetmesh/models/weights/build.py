@@ -42,7 +42,7 @@ def build_deferred(adapter: Adapter, name: str, seed: int, dtype: torch.dtype = 
     """
 
     def build() -> nn.Module:
-        return _build(adapter, name).to(dtype)
+        return nn.Module.to(_build(adapter, name), dtype)  # that of diffusers' models warns of modules in fp32 of none
 
     found = recorded(build, name, seed)
     return built_eagerly(build, name, seed, found) if isinstance(found, str) else found
@@ -60,7 +60,7 @@ def build_empty(adapter: Adapter, dtype: torch.dtype = torch.float32) -> nn.Modu
     A parameter has memory only while its layer is constructed, so the peak is one parameter.
     """
     with random_state("", 0), _parameters_on_meta():
-        return _build(adapter).to(dtype)
+        return nn.Module.to(_build(adapter), dtype)
 
 
 def build_on_meta(adapter: Adapter) -> nn.Module | None:

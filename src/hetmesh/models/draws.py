@@ -25,7 +25,7 @@ class Draws:
     def of(
         self, module: str, ids: Sequence[str], items: Sequence[int], rows: Sequence[int], features: int
     ) -> dict[str, Tensor]:
-        """For samples in their order, of which each has so many media items, and rows of targets.
+        """For samples in their order, with the media items of each, and its rows of targets.
 
         Returns:
             `noise`: float64 `[rows of all, features]`, standard normal. `time`: float64 `[items of all]`, uniform in
