@@ -9,6 +9,7 @@ from hetmesh.boundary import World
 from hetmesh.parallel import linear_cross_entropy
 from hetmesh.parallel.linear_cross_entropy import CrossEntropy
 from hetmesh.recipe.recipe import parse_recipe
+from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from support import tiny_vlms
 from support.parity_cases import cp, packed, recipe, table
@@ -100,6 +101,9 @@ def soft_capped(folder, monkeypatch, **text):
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["shares", "tied"])
 def test_chunks_of_soft_capped_logits_equal_transformers_own(pool4, tmp_path, monkeypatch, tied):
     given = soft_capped(tmp_path, monkeypatch, tie_word_embeddings=tied)
+    llm = resolve(given).adapters["llm"]
+    assert not llm.plain_head
+    assert llm.abilities.head == ("" if tied else "lm_head")
     check(pool4, given, whole_reference(given, 2))
 
 
