@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
 
 from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import ColwiseLinear
@@ -49,7 +50,7 @@ class VocabularyShards:
             logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.
             targets: true tokens, int64 `[targets]`; with one that is outside the vocabulary the loss is nan.
         """
-        return _SumCrossEntropy.apply(logits, targets, self.start, sum(self.widths), self.group)
+        return _SumCrossEntropy.apply(logits, targets, self)
 
     @torch.no_grad()
     def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
@@ -58,7 +59,7 @@ class VocabularyShards:
         start, (count, width) = self.start, logits.shape
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=logits.device)
-        best = logits.new_full((count,), -torch.inf, dtype=_raised(logits.dtype))
+        best = logits.new_full((count,), -torch.inf, dtype=raised(logits.dtype))
         token = torch.zeros(count, dtype=torch.int64, device=logits.device)
         if width:
             excluded = [t - start for t in sorted(without) if start <= t < start + width]
@@ -93,41 +94,100 @@ def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
     return VocabularyShards(split[0].group, width)
 
 
-class _SumCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, size: int, group: dist.ProcessGroup) -> Tensor:
-        dtype, (count, width) = _raised(logits.dtype), logits.shape
-        place = targets - start
+@dataclass(frozen=True)
+class LogProbabilities:
+    """What the loss of some targets and the gradient of their logits are made of.
+
+    Attributes:
+        loss: the sum over targets of their negative log probability, in fp32 at least.
+        log_sums: `[targets]`, the logarithm of the sum of exponentials over the whole vocabulary.
+        place: int64 `[targets, 1]`: where a target lies in this rank's share; any place if it lies in another's.
+        own: bool `[targets]`: whether it lies in this rank's share.
+    """
+
+    loss: Tensor
+    log_sums: Tensor
+    place: Tensor
+    own: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, shards: VocabularyShards) -> LogProbabilities:
+        """Of this rank's share of logits, `[targets, width]`. Half precision is raised to fp32, some rows at a time."""
+        dtype, (count, width) = raised(logits.dtype), logits.shape
+        place = targets - shards.start
         own = (place >= 0) & (place < width)
         place = place.clamp(0, max(width - 1, 0))[:, None]
         largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
         if count:
-            collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=group)
+            collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=shards.group)
         sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
         if width:
             for rows in _chunks(count, width):
-                sums[0, rows] = (logits[rows].to(dtype) - largest[rows, None]).exp_().sum(-1)
+                sums[0, rows] = (logits[rows] - largest[rows, None]).exp_().sum(-1)
             sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
-        sums[1].masked_fill_((targets < 0) | (targets >= size), torch.nan)  # nobody's: 0 would pass for its logit
+        nobodys = (targets < 0) | (targets >= sum(shards.widths))
+        sums[1].masked_fill_(nobodys, torch.nan)  # 0 would pass for its logit
         if count:
-            collective(dist.all_reduce, sums, group=group)
+            collective(dist.all_reduce, sums, group=shards.group)
         log_sums = sums[0].log()
-        ctx.save_for_backward(logits, largest + log_sums, place, own)
-        return (log_sums - sums[1]).sum()
+        return cls((log_sums - sums[1]).sum(), largest + log_sums, place, own)
+
+    def gradient(self, logits: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
+        """The gradient of `loss` times `factor` by `logits`, written to `out`, which may be `logits`."""
+        count, width = logits.shape
+        for rows in _chunks(count, width) if width else ():
+            part = (logits[rows] - self.log_sums[rows, None]).exp_()  # of half precision and fp32: fp32
+            part.scatter_add_(-1, self.place[rows], -self.own[rows, None].to(part.dtype))
+            out[rows] = part if factor is None else part.mul_(factor)
+            del part  # or the next would be made beside it
+        return out
+
+
+def cross_entropy_with_gradient(
+    logits: Tensor, targets: Tensor, shards: VocabularyShards | None, out: Tensor | None
+) -> Tensor:
+    """The summed cross-entropy of logits `[targets, width]`, without a graph. With `shards` they are this rank's share.
+
+    Args:
+        out: for its gradient by the logits, whose place it may take; None: there is none.
+    """
+    logits = logits.detach()
+    if shards is not None:
+        found = LogProbabilities.of(logits, targets, shards)
+        if out is not None:
+            found.gradient(logits, out)
+        return found.loss
+    losses = []
+    for rows in _chunks(len(logits), _TENSORS * logits.shape[1]):
+        part = logits[rows].requires_grad_(out is not None)
+        with torch.set_grad_enabled(out is not None):
+            loss = cross_entropy(part.to(raised(part.dtype)), targets[rows], reduction="sum")
+        if out is not None:
+            (out[rows],) = torch.autograd.grad(loss, [part])
+        losses.append(loss.detach())
+    return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=raised(logits.dtype))
+
+
+_TENSORS = 4  # in fp32, as large as logits, that torch's cross-entropy makes for a gradient, one after the other
+
+
+class _SumCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: VocabularyShards) -> Tensor:
+        found = LogProbabilities.of(logits, targets, shards)
+        ctx.save_for_backward(logits, found.log_sums, found.place, found.own)
+        return found.loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, log_sums, place, own = ctx.saved_tensors
-        gradient, (count, width) = torch.empty_like(logits), logits.shape
-        for rows in _chunks(count, width) if width else ():
-            part = (logits[rows].to(log_sums.dtype) - log_sums[rows, None]).exp_()
-            part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
-            gradient[rows] = part.mul_(gradients[0])
-        return gradient, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, *others = ctx.saved_tensors
+        found = LogProbabilities(gradients[0], *others)
+        return found.gradient(logits, torch.empty_like(logits), gradients[0]), None, None
 
 
-def _raised(dtype: torch.dtype) -> torch.dtype:
+def raised(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a loss of logits in `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -26,26 +26,40 @@ def whole_head(model: Any, inner: str, hidden: Tensor, **others: nn.Module) -> T
     return shell.forward(input_ids=ids).logits[0]
 
 
+def keeps_logits(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
+    """Whether `model` returns logits as its head makes them, or in fp32. Found out as in `keeps_logits_apart`."""
+    logits = _logits(vocab_size)
+    after = _after_head(model, inner, head, [logits], features)
+    return after is not None and after[0].shape == logits.shape and bool((after[0] == logits).all())
+
+
 def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
     """Whether what `model` does after its head gives for a part of the vocabulary what it gives there for all of it:
     scaling and soft-capping do, a bias or what leaves tokens out does not. Found out by trying, with logits of the full
     vocabulary and of two parts of it; a model that cannot be tried is taken to mix them. `model`: without weights; only
     what follows the head is computed."""
-    if "." in head or head not in getattr(model, "_modules", {}):
+    logits, middle = _logits(vocab_size), vocab_size // 3
+    after = _after_head(model, inner, head, [logits, logits[:, :middle], logits[:, middle:]], features)
+    if after is None:
         return False
-    generator = torch.Generator().manual_seed(0)
-    logits = _LARGE * torch.randn(_ROWS, vocab_size, generator=generator)
-    hidden, middle = torch.zeros(_ROWS, features), vocab_size // 3
+    whole, *parts = after
+    return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)
 
-    def after(part: Tensor) -> Tensor:
-        return whole_head(model, inner, hidden, **{head: _Given(part[None])})
 
+def _logits(vocab_size: int) -> Tensor:
+    return _LARGE * torch.randn(_ROWS, vocab_size, generator=torch.Generator().manual_seed(0))
+
+
+def _after_head(model: Any, inner: str, head: str, each: list[Tensor], features: int) -> list[Tensor] | None:
+    """What `model` makes of logits of its head; None where it cannot be tried."""
+    if "." in head or head not in getattr(model, "_modules", {}):
+        return None
+    hidden = torch.zeros(_ROWS, features)
     try:
         with torch.no_grad():
-            whole, parts = after(logits), [after(logits[:, :middle]), after(logits[:, middle:])]
+            return [whole_head(model, inner, hidden, **{head: _Given(logits[None])}) for logits in each]
     except Exception:  # whatever a model computes there
-        return False
-    return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)
+        return None
 
 
 class _Given(nn.Module):
