@@ -160,7 +160,6 @@ def test_coefficients_are_what_layers_cost():
             how = LayerOptions("float32", upstream, again, (0, 1))
             made = dict(zip(PARTS, (1, work.rows, work.pairs, work.targets) @ known.of(layer, how), strict=True))
             time = layer_time(layer, work, Rates.of(machine, "float32"), upstream=upstream, tp=2, recompute=again)
-            time = time.at_once if layer.by_chunks and not again else time
             for part in ("forward", "backward_input", "backward_weight", "recompute"):
                 assert made[part] == pytest.approx(getattr(time, part), rel=1e-6, abs=1e-12)
             kept = activation_bytes(layer, work, how)

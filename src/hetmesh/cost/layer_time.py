@@ -11,7 +11,7 @@ Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import ITEMSIZES
@@ -107,7 +107,7 @@ def layer_time(
         work: of the lane, padding included where it is computed.
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it. What is not split is computed on each of them.
-        recompute: whether its forward runs again before its backward, but for
+        recompute: whether its forward runs again before its backward (never that of a head by chunks), but for
         saved: operations whose results are kept (`hetmesh.cost.saved_operations.saved_names`).
         sequence_parallel: whether norms and what else is not split work on a share of the rows each.
     """
@@ -123,11 +123,14 @@ def layer_time(
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
         backward_input += sum(seconds for _, seconds in products)
+    found = LayerTime(forward, backward_input, backward_weight)
+    if layer.by_chunks:
+        return found.at_once
     if not (recompute and needed):
-        return LayerTime(forward, backward_input, backward_weight)
+        return found
     kept = {weight for weight, name, _ in operations(layer, tp) if name in saved}
     repeated = sum(seconds for weight, seconds in products if weight not in kept)
-    return LayerTime(forward, backward_input, backward_weight, repeated + attention * (ATTENTION not in saved))
+    return replace(found, recompute=repeated + attention * (ATTENTION not in saved))
 
 
 def _weight_seconds(

@@ -76,8 +76,6 @@ class LayerCosts:
         exchange = exchange_time(layer, work, how, self.machine)
         whole, layer = layer, expert_share(layer, max(len(how.experts), 1))
         time = self._time(layer if self.profile is None else whole, how, work)
-        if layer.by_chunks and not how.recompute:
-            time = time.at_once
         again = () if how.recompute else gathered_inputs(layer, how)
         sums = tensor_parallel_time(layer, work, how, self.machine, again) + exchange
         if (measured := self.measured_collectives(whole, how, work)) is not None:
