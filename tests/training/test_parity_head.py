@@ -12,13 +12,14 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from support import tiny_vlms
-from support.parity_cases import cp, packed, recipe, table
+from support.drawer_parts import FLOW, HEAD, LLM
+from support.parity_cases import cp, filled, packed, recipe, table
 from support.split_layouts import DP_TP, LAYOUTS
 from support.whole_reference import whole_reference
 
 pytestmark = pytest.mark.slow
 
-HEAD = "lora = { rank = 2, target_modules = ['q_proj', 'lm_head'] }"
+ADAPTED = "lora = { rank = 2, target_modules = ['q_proj', 'lm_head'] }"
 FULL = '[activation_checkpoint]\nmode = "full"'
 TWO = table("vision", "0-1")
 
@@ -55,12 +56,22 @@ def check(pool, given, truth=None, fault=None):
     compare(reference(given, 2) if truth is None else truth, [outcome for outcome, _ in outcomes], 1e-10)
 
 
+def before_generators(schedule, **llm):
+    """An LLM whose hidden states two modules read, which add gradients of theirs to that of its own weighed loss."""
+    loss = '[modules.llm.loss]\nkind = "cross_entropy"\nweight = 0.4'
+    tables = table("llm", "0-3", **llm), table("drawer", "0-1"), table("head", "2-3")
+    drawer = FLOW.replace("queries = 3", "queries = 8")  # of the hidden states that both read
+    return parse_recipe("\n".join([LLM.replace("1f1b", schedule), drawer, HEAD, loss, *tables]))
+
+
 CASES = {
-    "TP, split backward": recipe("zero_bubble", TWO, table("llm", "0-3", pp=2, tp=2)),
+    "TP, split backward, generators": before_generators("zero_bubble", pp=2, tp=2),
+    "interleaved, FSDP, generators": before_generators("interleaved", pp=2, fsdp=2),
+    "bubble_fill, split backward": filled("zero_bubble", table("vision", "0-3"), table("llm", "0-3", pp=2, tp=2)),
     "TP, tied": recipe("1f1b", TWO, table("llm", "2-3", tp=2), tied=True),
-    "TP, LoRA": recipe("1f1b", TWO, table("llm", "2-3", tp=2), vision="trainable = false", llm=HEAD),
+    "TP, LoRA": recipe("1f1b", TWO, table("llm", "2-3", tp=2), vision="trainable = false", llm=ADAPTED),
     "FSDP x TP, LoRA, computed again": recipe(
-        "1f1b", TWO, table("llm", "0-3", fsdp=2, tp=2), FULL, vision="trainable = false", llm=HEAD
+        "1f1b", TWO, table("llm", "0-3", fsdp=2, tp=2), FULL, vision="trainable = false", llm=ADAPTED
     ),
     "FSDP, CP, packed": packed(recipe("1f1b", TWO, cp("0-3", 2, fsdp=2))),
     "FSDP, frozen head": recipe("1f1b", TWO, table("llm", "2-3", fsdp=2), llm="trainable = ['!lm_head']"),
@@ -71,9 +82,11 @@ CASES = {
         "three_phase", TWO, table("llm", "0-3", pp=2, tp=2) + "\nenable_sequence_parallel = true"
     ),
     "tied, PP, split backward": recipe("zero_bubble", TWO, table("llm", "0-3", pp=2, tp=2), tied=True),
-    "split backward, LoRA": recipe("zero_bubble", TWO, table("llm", "2-3", pp=2), vision="trainable = false", llm=HEAD),
+    "split backward, LoRA": recipe(
+        "zero_bubble", TWO, table("llm", "2-3", pp=2), vision="trainable = false", llm=ADAPTED
+    ),
 }
-OFTEN = ("TP, split backward", "FSDP x TP, LoRA, computed again", "TP, tied")
+OFTEN = ("TP, split backward, generators", "FSDP x TP, LoRA, computed again", "TP, tied")
 
 
 @pytest.mark.parametrize(
