@@ -12,7 +12,6 @@ from torch import nn
 from hetmesh.parallel import linear_cross_entropy
 from hetmesh.parallel.linear import ColwiseLinear, Entry
 from hetmesh.parallel.linear_cross_entropy import (
-    LOSS,
     CrossEntropy,
     _Linear,
     asking_for_loss,
@@ -160,15 +159,21 @@ def test_a_second_backward_is_refused():
         loss.backward()
 
 
-def test_logits_stay_whole_where_nobody_asks_for_the_loss_or_the_head_draws():
+def test_logits_stay_whole_where_nobody_asks_for_the_loss():
     (head, _), (hidden, batch) = head_of("linear"), made(3)
     assert set(logits_or_loss(head, head, hidden, batch, plain=True)) == {""}
     with asking_for_loss(sum_cross_entropy, None):  # any other loss, as a user's own
         assert set(logits_or_loss(head, head, hidden, batch, plain=True)) == {""}
-    drawing = LowRank(0.5).double()
-    with asking_for_loss(CrossEntropy(), None):
-        assert set(logits_or_loss(drawing, drawing, hidden, batch)) == {""}
-        assert set(logits_or_loss(drawing.eval(), drawing, hidden, batch)) == {LOSS}
+
+
+def test_each_chunk_of_a_head_with_dropout_draws_numbers_of_its_own(monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 4 * ROW)
+    head, (hidden, batch) = LowRank(0.5).double(), made(1)
+    shown = []
+    same, batch = hidden.detach().expand(6, -1), {"targets": batch["targets"].expand(6)}
+    loss_of(head, lambda x: x, same, batch, lambda logits, _: shown.append(logits.clone()))
+    assert len(shown) == 3
+    assert not torch.equal(shown[0], shown[1])
 
 
 def test_of_a_linear_head_one_buffer_is_all_that_is_held(monkeypatch):

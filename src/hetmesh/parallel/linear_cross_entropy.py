@@ -24,7 +24,6 @@ from hetmesh._torch_compat import graph_nodes
 from hetmesh.cost.head import CHUNK_BYTES
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.parallel.linear import ColwiseLinear, local
-from hetmesh.parallel.random_state import DROPOUT
 from hetmesh.parallel.vocabulary import VocabularyShards, cross_entropy_with_gradient, raised
 
 LOSS = "loss"
@@ -57,13 +56,10 @@ class CrossEntropy:
         """Of logits, `[targets, vocab]` or this rank's share."""
         if self.vocabulary is None:
             return sum_cross_entropy(logits, batch)
-        return self.vocabulary.sum_cross_entropy(logits, batch["targets"])
+        return self.by_chunks(_Traced(logits, lambda rows: rows), batch)
 
-    def by_chunks(
-        self, rows: _Linear | _Traced, batch: Mapping[str, Tensor], observe: Observe | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The loss without a graph, and its gradients by `rows.inputs`. Each chunk has as many targets on all ranks
-        that share the vocabulary."""
+    def by_chunks(self, rows: _Linear | _Traced, batch: Mapping[str, Tensor], observe: Observe | None = None) -> Tensor:
+        """Of what gives logits. Each chunk has as many targets on all ranks that share the vocabulary."""
         targets, width = batch["targets"], self.vocabulary.widths[0] if self.vocabulary else rows.width
         size = max(CHUNK_BYTES // max(width * rows.bytes_of_logit, 1), 1)
         losses = []
@@ -77,7 +73,13 @@ class CrossEntropy:
             losses.append(cross_entropy_with_gradient(logits, targets[span], self.vocabulary, back))
             if back is not None:
                 rows.backward(back)
-        return torch.stack(losses).sum(), rows.gradients()
+        value = torch.stack(losses).sum()
+        # Two nodes: a split backward runs that of the hidden states in one part and that of parameters in the other.
+        known = rows.gradients()
+        for part in (slice(rows.of_hidden), slice(rows.of_hidden, None)):
+            if rows.inputs[part]:
+                value = value + _Known.apply(known[part], value.new_zeros(()), *rows.inputs[part])
+        return value
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,12 @@ def logits_or_loss(
     logits, or, where the caller has asked for it (`asking_for_loss`), as `"loss"` their summed cross-entropy, a scalar.
 
     Args:
-        head: the layer that makes logits. One with dropout gives logits: chunks would draw other numbers.
+        head: the layer that makes logits. If it has dropout, each chunk draws numbers of its own.
         logits: treats each target by itself.
         plain: whether it only calls the head.
     """
     asked = _asked.get()
-    if asked is None or any(isinstance(part, DROPOUT) and part.p and part.training for part in head.modules()):
+    if asked is None:
         return {"": logits(hidden)}
     rows: _Linear | _Traced
     if plain and isinstance(head, ColwiseLinear) and head.widths is None:
@@ -119,13 +121,7 @@ def logits_or_loss(
         rows = _Linear(hidden, head)
     else:
         rows = _Linear(hidden, head) if plain and type(head) is nn.Linear else _Traced(hidden, logits)
-    value, gradients = asked.loss.by_chunks(rows, batch, asked.observe)
-    # Two nodes: a split backward runs that of the hidden states in one part and that of parameters in the other.
-    first = int(any(x is hidden for x in rows.inputs))
-    for inputs, known in ((rows.inputs[:first], gradients[:first]), (rows.inputs[first:], gradients[first:])):
-        if inputs:
-            value = value + _Known.apply(known, value.new_zeros(()), *inputs)
-    return {LOSS: value}
+    return {LOSS: asked.loss.by_chunks(rows, batch, asked.observe)}
 
 
 class _Linear:
@@ -137,6 +133,7 @@ class _Linear:
         factors = hidden, local(head.weight), *bias
         trained = [i for i, x in enumerate(factors) if x.requires_grad and torch.is_grad_enabled()]
         self.inputs = [factors[i] for i in trained]
+        self.of_hidden = int(0 in trained)  # how many of these, the first, are hidden states
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         self.hidden, self.weight, *self.bias = (x.detach().to(dtype) for x in factors)
@@ -182,16 +179,15 @@ class _Traced:
         self.hidden, self.make = hidden, make
         empty = make(hidden.detach()[:0])  # tells which parameters are used
         used = [getattr(node, "variable", None) for node in graph_nodes([empty.grad_fn])]
-        own = [hidden] if hidden.requires_grad and torch.is_grad_enabled() else []
-        self.inputs = [*own, *(p for p in used if p is not None)]
+        self.of_hidden = int(hidden.requires_grad and torch.is_grad_enabled())
+        self.inputs = [*[hidden][: self.of_hidden], *(p for p in used if p is not None)]
         self.width, self.bytes_of_logit = empty.shape[-1], 2 * empty.dtype.itemsize
         self.by_rows: list[Tensor] = []
         self.totals: list[Tensor] = []
 
     def logits(self, span: slice) -> Tensor:
         """Of some targets."""
-        self.leaf = self.hidden.detach()[span]
-        self.own = [self.leaf.requires_grad_()] if any(x is self.hidden for x in self.inputs) else []
+        self.leaf = self.hidden.detach()[span].requires_grad_(self.of_hidden > 0)
         self.made = self.make(self.leaf)
         return self.made
 
@@ -201,13 +197,13 @@ class _Traced:
 
     def backward(self, back: Tensor) -> None:
         """Add the gradients of the loss of these targets. `back`: of their logits."""
-        parameters = self.inputs[len(self.own) :]
-        each = torch.autograd.grad(self.made, [*self.own, *parameters], back)
-        self.by_rows += each[: len(self.own)]
+        first = self.of_hidden
+        each = torch.autograd.grad(self.made, [*[self.leaf][:first], *self.inputs[first:]], back)
+        self.by_rows += each[:first]
         if not self.totals:
-            self.totals = list(each[len(self.own) :])
+            self.totals = list(each[first:])
             return
-        for total, part in zip(self.totals, each[len(self.own) :], strict=True):
+        for total, part in zip(self.totals, each[first:], strict=True):
             local_part(total).add_(local_part(part))
 
     def gradients(self) -> list[Tensor]:

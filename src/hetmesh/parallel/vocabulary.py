@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from hetmesh.parallel.gaps import collective
@@ -40,17 +38,6 @@ class VocabularyShards:
     def start(self) -> int:
         """The first token of this rank's share."""
         return sum(self.widths[: dist.get_rank(self.group)])
-
-    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum over targets, equal on every rank; a connected 0 without any. Nothing waits for the device.
-
-        Half precision is raised to fp32, some rows at a time; the backward keeps the logits and one number per target.
-
-        Args:
-            logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.
-            targets: true tokens, int64 `[targets]`; with one that is outside the vocabulary the loss is nan.
-        """
-        return _SumCrossEntropy.apply(logits, targets, self)
 
     @torch.no_grad()
     def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
@@ -94,69 +81,19 @@ def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
     return VocabularyShards(split[0].group, width)
 
 
-@dataclass(frozen=True)
-class LogProbabilities:
-    """What the loss of some targets and the gradient of their logits are made of.
-
-    Attributes:
-        loss: the sum over targets of their negative log probability, in fp32 at least.
-        log_sums: `[targets]`, the logarithm of the sum of exponentials over the whole vocabulary.
-        place: int64 `[targets, 1]`: where a target lies in this rank's share; any place if it lies in another's.
-        own: bool `[targets]`: whether it lies in this rank's share.
-    """
-
-    loss: Tensor
-    log_sums: Tensor
-    place: Tensor
-    own: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, targets: Tensor, shards: VocabularyShards) -> LogProbabilities:
-        """Of this rank's share of logits, `[targets, width]`. Half precision is raised to fp32, some rows at a time."""
-        dtype, (count, width) = raised(logits.dtype), logits.shape
-        place = targets - shards.start
-        own = (place >= 0) & (place < width)
-        place = place.clamp(0, max(width - 1, 0))[:, None]
-        largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
-        if count:
-            collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=shards.group)
-        sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
-        if width:
-            for rows in _chunks(count, width):
-                sums[0, rows] = (logits[rows] - largest[rows, None]).exp_().sum(-1)
-            sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
-        nobodys = (targets < 0) | (targets >= sum(shards.widths))
-        sums[1].masked_fill_(nobodys, torch.nan)  # 0 would pass for its logit
-        if count:
-            collective(dist.all_reduce, sums, group=shards.group)
-        log_sums = sums[0].log()
-        return cls((log_sums - sums[1]).sum(), largest + log_sums, place, own)
-
-    def gradient(self, logits: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
-        """The gradient of `loss` times `factor` by `logits`, written to `out`, which may be `logits`."""
-        count, width = logits.shape
-        for rows in _chunks(count, width) if width else ():
-            part = (logits[rows] - self.log_sums[rows, None]).exp_()  # of half precision and fp32: fp32
-            part.scatter_add_(-1, self.place[rows], -self.own[rows, None].to(part.dtype))
-            out[rows] = part if factor is None else part.mul_(factor)
-            del part  # or the next would be made beside it
-        return out
-
-
 def cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, shards: VocabularyShards | None, out: Tensor | None
 ) -> Tensor:
-    """The summed cross-entropy of logits `[targets, width]`, without a graph. With `shards` they are this rank's share.
+    """The summed cross-entropy of logits `[targets, width]`, without a graph; 0 without any.
 
     Args:
+        targets: true tokens, int64 `[targets]`. With one that is outside of a vocabulary in shares it is nan.
+        shards: then logits are this rank's share, and the loss is equal on every rank.
         out: for its gradient by the logits, whose place it may take; None: there is none.
     """
     logits = logits.detach()
     if shards is not None:
-        found = LogProbabilities.of(logits, targets, shards)
-        if out is not None:
-            found.gradient(logits, out)
-        return found.loss
+        return _of_shares(logits, targets, shards, out)
     losses = []
     for rows in _chunks(len(logits), _TENSORS * logits.shape[1]):
         part = logits[rows].requires_grad_(out is not None)
@@ -171,19 +108,31 @@ def cross_entropy_with_gradient(
 _TENSORS = 4  # in fp32, as large as logits, that torch's cross-entropy makes for a gradient, one after the other
 
 
-class _SumCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, shards: VocabularyShards) -> Tensor:
-        found = LogProbabilities.of(logits, targets, shards)
-        ctx.save_for_backward(logits, found.log_sums, found.place, found.own)
-        return found.loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        logits, *others = ctx.saved_tensors
-        found = LogProbabilities(gradients[0], *others)
-        return found.gradient(logits, torch.empty_like(logits), gradients[0]), None, None
+def _of_shares(logits: Tensor, targets: Tensor, shards: VocabularyShards, out: Tensor | None) -> Tensor:
+    """Half precision is raised to fp32, some rows at a time. Nothing waits for the device."""
+    dtype, (count, width) = raised(logits.dtype), logits.shape
+    place = targets - shards.start  # in this rank's share, if it is its own
+    own = (place >= 0) & (place < width)
+    place = place.clamp(0, max(width - 1, 0))[:, None]
+    largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
+    if count:
+        collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=shards.group)
+    sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
+    if width:
+        for rows in _chunks(count, width):
+            sums[0, rows] = (logits[rows] - largest[rows, None]).exp_().sum(-1)
+        sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
+    nobodys = (targets < 0) | (targets >= sum(shards.widths))
+    sums[1].masked_fill_(nobodys, torch.nan)  # 0 would pass for its logit
+    if count:
+        collective(dist.all_reduce, sums, group=shards.group)
+    log_sums = sums[0].log()
+    for rows in _chunks(count, width) if width and out is not None else ():
+        part = (logits[rows] - (largest + log_sums)[rows, None]).exp_()  # of half precision and fp32: fp32
+        part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
+        out[rows] = part
+        del part  # or the next would be made beside it
+    return (log_sums - sums[1]).sum()
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:

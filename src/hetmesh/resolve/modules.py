@@ -124,8 +124,9 @@ def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
     shape, loss = module_shape(name, adapter, module, plan), recipe.modules[name].loss
-    if loss is not None and ":" in loss.kind:  # a loss of one's own reads all logits
-        shape = replace(shape, layers=tuple(replace(layer, by_chunks=False) for layer in shape.layers))
+    if loss is not None and ":" in loss.kind:  # a loss of one's own reads all logits, whole
+        whole = (replace(layer, by_chunks=False, shares_logits=False) for layer in shape.layers)
+        shape = replace(shape, layers=tuple(whole))
     return with_optimizer_needs(recipe, shape)
 
 
