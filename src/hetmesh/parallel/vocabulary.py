@@ -127,12 +127,15 @@ def _of_shares(logits: Tensor, targets: Tensor, shards: VocabularyShards, out: T
     if count:
         collective(dist.all_reduce, sums, group=shards.group)
     log_sums = sums[0].log()
-    for rows in _chunks(count, width) if width and out is not None else ():
+    loss = (log_sums - sums[1]).sum()
+    if out is None or not width:
+        return loss
+    for rows in _chunks(count, width):
         part = (logits[rows] - (largest + log_sums)[rows, None]).exp_()  # of half precision and fp32: fp32
         part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
         out[rows] = part
         del part  # or the next would be made beside it
-    return (log_sums - sums[1]).sum()
+    return loss
 
 
 def raised(dtype: torch.dtype) -> torch.dtype:
