@@ -21,14 +21,14 @@ VOCAB, FEATURES = 11, 4
 class Shell(nn.Module):
     """As a model of transformers: an inner model, a head, and something behind it."""
 
-    def __init__(self, behind):
+    def __init__(self, behind, before=lambda x: x):
         super().__init__()
         self.model = nn.Identity()
         self.lm_head = nn.Linear(FEATURES, VOCAB, bias=False)
-        self.behind = behind
+        self.behind, self.before = behind, before
 
     def forward(self, input_ids):
-        return SimpleNamespace(logits=self.behind(self.lm_head(self.model(input_ids).last_hidden_state)))
+        return SimpleNamespace(logits=self.behind(self.lm_head(self.before(self.model(input_ids).last_hidden_state))))
 
 
 def without_a_token(logits):
@@ -59,6 +59,12 @@ def test_what_treats_each_logit_by_itself_is_found_out(behind, apart):
 def test_what_leaves_logits_as_they_are_is_found_out(name):
     behind, _ = BEHIND[name]
     assert keeps_logits(Shell(behind), "model", "lm_head", VOCAB, FEATURES) is (name in ("nothing", "raised"))
+
+
+def test_what_changes_hidden_states_before_the_head_is_found_out():
+    """As MiniCPM does, which divides them."""
+    assert not keeps_logits(Shell(lambda x: x, lambda x: x / 3), "model", "lm_head", VOCAB, FEATURES)
+    assert keeps_logits_apart(Shell(lambda x: x, lambda x: x / 3), "model", "lm_head", VOCAB, FEATURES)
 
 
 class OfOnesOwn(Qwen3Adapter):

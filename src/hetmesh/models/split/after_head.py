@@ -27,10 +27,13 @@ def whole_head(model: Any, inner: str, hidden: Tensor, **others: nn.Module) -> T
 
 
 def keeps_logits(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
-    """Whether `model` returns logits as its head makes them, or in fp32. Found out as in `keeps_logits_apart`."""
-    logits = _logits(vocab_size)
-    after = _after_head(model, inner, head, [logits], features)
-    return after is not None and after[0].shape == logits.shape and bool((after[0] == logits).all())
+    """Whether `model` hands hidden states to its head as they are, and returns logits as this makes them, or in fp32.
+    Found out as in `keeps_logits_apart`."""
+    logits, hidden = _random(vocab_size), _random(features)
+    if (after := _after_head(model, inner, head, [logits], hidden)) is None:
+        return False
+    (result, read), *_ = after
+    return torch.equal(read, hidden[None]) and result.shape == logits.shape and bool((result == logits).all())
 
 
 def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
@@ -38,38 +41,41 @@ def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, featu
     scaling and soft-capping do, a bias or what leaves tokens out does not. Found out by trying, with logits of the full
     vocabulary and of two parts of it; a model that cannot be tried is taken to mix them. `model`: without weights; only
     what follows the head is computed."""
-    logits, middle = _logits(vocab_size), vocab_size // 3
-    after = _after_head(model, inner, head, [logits, logits[:, :middle], logits[:, middle:]], features)
+    logits, middle = _random(vocab_size), vocab_size // 3
+    after = _after_head(model, inner, head, [logits, logits[:, :middle], logits[:, middle:]], _random(features))
     if after is None:
         return False
-    whole, *parts = after
+    whole, *parts = (result for result, _ in after)
     return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)
 
 
-def _logits(vocab_size: int) -> Tensor:
-    return _LARGE * torch.randn(_ROWS, vocab_size, generator=torch.Generator().manual_seed(0))
+def _random(width: int) -> Tensor:
+    return _LARGE * torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
 
 
-def _after_head(model: Any, inner: str, head: str, each: list[Tensor], features: int) -> list[Tensor] | None:
-    """What `model` makes of logits of its head; None where it cannot be tried."""
+def _after_head(
+    model: Any, inner: str, head: str, each: list[Tensor], hidden: Tensor
+) -> list[tuple[Tensor, Tensor]] | None:
+    """What `model` makes of logits of its head, and what this has read for them; None where it cannot be tried."""
     if "." in head or head not in getattr(model, "_modules", {}):
         return None
-    hidden = torch.zeros(_ROWS, features)
+    given = [_Given(logits[None]) for logits in each]
     try:
         with torch.no_grad():
-            return [whole_head(model, inner, hidden, **{head: _Given(logits[None])}) for logits in each]
+            return [(whole_head(model, inner, hidden, **{head: part}), part.read) for part in given]
     except Exception:  # whatever a model computes there
         return None
 
 
 class _Given(nn.Module):
-    """Stands for a child: its output is known."""
+    """Stands for a child: its output is known. `read`: its first argument."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.output = output
+        self.output, self.read = output, torch.empty(0)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *given: Any, **_: Any) -> Any:
+        self.read = given[0] if given else self.read
         return self.output
 
 
