@@ -56,7 +56,9 @@ class CrossEntropy:
         """Of logits, `[targets, vocab]` or this rank's share."""
         if self.vocabulary is None:
             return sum_cross_entropy(logits, batch)
-        return self.by_chunks(_Traced(logits, lambda rows: rows), batch)
+        gradient = torch.empty_like(logits) if logits.requires_grad and torch.is_grad_enabled() else None
+        value = cross_entropy_with_gradient(logits, batch["targets"], self.vocabulary, gradient)
+        return value if gradient is None else _Known.apply([gradient], value, logits)
 
     def by_chunks(self, rows: _Linear | _Traced, batch: Mapping[str, Tensor], observe: Observe | None = None) -> Tensor:
         """Of what gives logits. Each chunk has as many targets on all ranks that share the vocabulary."""
@@ -182,12 +184,12 @@ class _Traced:
         self.of_hidden = int(hidden.requires_grad and torch.is_grad_enabled())
         self.inputs = [*[hidden][: self.of_hidden], *(p for p in used if p is not None)]
         self.width, self.bytes_of_logit = empty.shape[-1], 2 * empty.dtype.itemsize
-        self.by_rows: list[Tensor] = []
+        self.found = [torch.empty_like(hidden)][: self.of_hidden]
         self.totals: list[Tensor] = []
 
     def logits(self, span: slice) -> Tensor:
         """Of some targets."""
-        self.leaf = self.hidden.detach()[span].requires_grad_(self.of_hidden > 0)
+        self.span, self.leaf = span, self.hidden.detach()[span].requires_grad_(self.of_hidden > 0)
         self.made = self.make(self.leaf)
         return self.made
 
@@ -199,7 +201,8 @@ class _Traced:
         """Add the gradients of the loss of these targets. `back`: of their logits."""
         first = self.of_hidden
         each = torch.autograd.grad(self.made, [*[self.leaf][:first], *self.inputs[first:]], back)
-        self.by_rows += each[:first]
+        for total, part in zip(self.found, each[:first], strict=True):
+            total[self.span] = part
         if not self.totals:
             self.totals = list(each[first:])
             return
@@ -208,7 +211,7 @@ class _Traced:
 
     def gradients(self) -> list[Tensor]:
         """Of `inputs`."""
-        return [*([torch.cat(self.by_rows)] if self.by_rows else []), *self.totals]
+        return [*self.found, *self.totals]
 
 
 class _Known(torch.autograd.Function):
