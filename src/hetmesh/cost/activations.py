@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hetmesh.cost.expert_costs import kept_bytes, passing_elements
+from hetmesh.cost.head import chunk_itemsize, in_shares, logits_of_a_row, loss_itemsize
 from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.saved_operations import saved_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
@@ -22,13 +23,18 @@ from hetmesh.cost.work import Work
 
 def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
-    keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are.
+    keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are; by
+    chunks instead of all that the gradients of its input and its weights.
     `work`: of the lane, padding included where it is computed.
     """
     if not (how.upstream or layer.trainable):
         return 0
     itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)
+    if layer.by_chunks:
+        own = sum(tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable)
+        inputs = products[0].inputs if products and how.upstream else 0
+        return round(itemsize * rows * inputs + (max(itemsize, 4) if how.autocast else itemsize) * own)
     shares = sum(gathered_inputs(layer, how))
     between = 1 / tp if how.sequence_parallel else 1.0
     if how.recompute and len(products) > 1:
@@ -68,22 +74,6 @@ def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
     if len(_products(layer)) < 2 or without_adapters(layer)[1]:
         return []
     return [w.inputs for w in _distinct(_products(layer)) if w.splits_outputs and not w.expert]
-
-
-def in_shares(layer: LayerShape, tp: int) -> bool:
-    """Whether ranks have shares of the logits that a head makes; the loss then keeps these as they are."""
-    return tp > 1 and layer.shares_logits and any(w.per_row and w.tp_dim == 0 for w in layer.weights)
-
-
-def logits_of_a_row(layer: LayerShape, tp: int) -> float:
-    """Logits of one target that one rank has."""
-    widest = max((w.shape[0] for w in layer.weights if w.per_row), default=0)
-    return widest / tp if in_shares(layer, tp) else widest
-
-
-def loss_itemsize(itemsize: int) -> int:
-    """Bytes of an element of logits in the loss, which raises half precision."""
-    return max(itemsize, 4)
 
 
 def _is_between(weight: WeightShape, products: list[WeightShape]) -> bool:
@@ -168,11 +158,13 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
 
 
 def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
-    """The most beyond what is kept while the forward runs.
+    """The most beyond what is kept while the forward runs; of a head by chunks as if it were one (`most_targets`).
 
     Of a layer that keeps what it computes that is next to nothing, but for the head: its logits live until the loss has
     made their probabilities, in half precision beside a copy in fp32.
     """
+    if layer.by_chunks:
+        return round(work.targets * chunk_itemsize(layer, how) * logits_of_a_row(layer, how.tp))
     if layer.on_targets:
         if in_shares(layer, how.tp):
             return _exponential_bytes(layer, work, how)
@@ -188,6 +180,8 @@ def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     is added to the sum, what is gathered again, and what is computed again."""
     if not (how.upstream or layer.trainable):
         return 0
+    if layer.by_chunks:
+        return forward_bytes(layer, work, how) if how.recompute else 0
     itemsize, tp = how.itemsize, how.tp
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
     held = itemsize * max(weights, default=0)
@@ -210,7 +204,7 @@ def split_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
     the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
     again what goes into it, weights that autocast has cast included, and what was gathered again."""
-    if not how.upstream:
+    if not how.upstream or layer.by_chunks:
         return 0
     itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.machine import Machine
 from hetmesh.cost.shapes import LayerShape
@@ -116,7 +117,8 @@ def tensor_parallel_time(
     forward = backward = 0.0
     if products:
         if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target
-            forward = all_reduce(4 * rows, ranks, machine) + all_reduce(8 * rows, ranks, machine)
+            chunks = max(rows / targets_of_chunk(layer, itemsize, len(ranks)), 1.0)
+            forward = sum(chunks * all_reduce(round(n * rows / chunks), ranks, machine) for n in (4, 8))
         elif layer.on_targets:
             forward = all_gather(itemsize * rows * products[0].shape[0], ranks, machine)
         if how.upstream:

@@ -112,13 +112,15 @@ class Profile:
 
         forward, both = seconds(parts["forward"]), parts["backward"]
         recomputed = forward if recompute and (upstream or layer.trainable) else 0.0
-        if not upstream:
-            return LayerTime(forward, 0.0, layer.trained_share * seconds(parts["backward_weight"]), recomputed)
-        alone = parts["backward_input"]
-        if layer.trained_share:  # none above that of both: what is left for weights is linear, and not negative
-            alone = Coefficients(*map(min, astuple(alone), astuple(both)))
-        own = seconds(alone)
-        return LayerTime(forward, own, layer.trained_share * (seconds(both) - own), recomputed)
+        own, weights = 0.0, seconds(parts["backward_weight"])
+        if upstream:
+            alone = parts["backward_input"]
+            if layer.trained_share:  # none above that of both: what is left for weights is linear, and not negative
+                alone = Coefficients(*map(min, astuple(alone), astuple(both)))
+            own = seconds(alone)
+            weights = seconds(both) - own
+        found = LayerTime(forward, own, layer.trained_share * weights, recomputed)
+        return found.at_once if layer.by_chunks else found
 
     def layer_seconds(
         self, shape: ModuleShape, work: Work, upstream: bool, tp: int = 1, recompute: bool = False

@@ -39,7 +39,7 @@ class Flops:
 
 
 def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
-    """Of one layer, over all ranks that share it.
+    """Of one layer, over all ranks that share it. A head by chunks has its backward in its forward.
 
     Args:
         work: of the module.
@@ -52,6 +52,8 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
         forward += once
         backward += once * (weight.trainable + upstream)
     attention = 4 * layer.attention_width * layer.pairs(work)
+    if layer.by_chunks:
+        return Flops(forward + backward)
     return Flops(forward + attention, backward + attention * 2 * (upstream or layer.trainable))
 
 
@@ -74,7 +76,9 @@ class SampleCosts:
 
     Attributes:
         forward: FLOPs per row, pair and target, or measured time on all ranks of a lane, in one unit for all modules.
-        backward: how many times as long as the forward everything after it takes; 0 where there is no backward.
+            Times `1 + backward` it is all that a step does for these, of whatever part of it is in the forward.
+        backward: how many times as long as the forward of a typical microbatch everything after it takes; 0 where there
+            is no backward.
         overhead: what a microbatch costs beside its samples, in that unit; None: not measured.
     """
 
@@ -83,15 +87,16 @@ class SampleCosts:
     overhead: int | None = None
 
     @classmethod
-    def of(cls, shape: ModuleShape | None, *, upstream: bool) -> SampleCosts:
-        """From the sizes of a module; where they are not known, every row costs the same. `upstream`: whether a module
-        that feeds it is trainable."""
+    def of(cls, shape: ModuleShape | None, work: Work, *, upstream: bool) -> SampleCosts:
+        """From the sizes of a module; where they are not known, every row costs the same. `work`: of a typical
+        microbatch. `upstream`: whether a module that feeds it is trainable."""
         if shape is None:
             return cls((1, 0, 0), 2.0)
-        units = [module_flops(shape, work, upstream=upstream) for work in _UNITS]
-        once = units[0]
-        return cls(tuple(unit.forward for unit in units), once.backward / once.forward if once.forward else 0.0)  # type: ignore[arg-type]
+        whole = module_flops(shape, work, upstream=upstream)
+        ratio = whole.backward / whole.forward if whole.forward else 0.0
+        once = [round(module_flops(shape, unit, upstream=upstream).total / (1 + ratio)) for unit in _UNITS]
+        return cls((once[0], once[1], once[2]), ratio)
 
     def work(self, graph: ModuleGraph, module: str, samples: Sequence[SampleMeta]) -> np.ndarray:
-        """Forward FLOPs of each sample over all ranks of a lane; int64 `[samples]`."""
+        """Of each sample over all ranks of a lane, in the unit of `forward`; int64 `[samples]`."""
         return samples_work(graph, module, MetaArrays.of(samples)) @ np.array(self.forward, np.int64)

@@ -91,6 +91,7 @@ class LayerShape(HashedOnce):
         causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
         shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
+        by_chunks: of such a head: logits, loss and all gradients are made by chunks of targets, in the forward.
         tokens_per_row: rows that enter it for each row of the module: patches, of which a merger after it makes one.
         attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
         row_copies: tensors as wide as its rows that it reads beside these (factors of norms that are modulated).
@@ -108,6 +109,7 @@ class LayerShape(HashedOnce):
     attention_copies: int = 0
     key_heads: int = 0
     row_copies: int = 0
+    by_chunks: bool = False
 
     __hash__ = HashedOnce.__hash__
 

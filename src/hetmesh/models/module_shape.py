@@ -64,7 +64,8 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
         attention = (abilities.attention_copies, key_heads, abilities.row_copies) if width else (0, 0, 0)
         shapes = tuple(starmap(shape_of, weights.items()))
-        layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention))
+        chunks = on_targets and abilities.loss_by_chunks
+        layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention, chunks))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", tuple(starmap(shape_of, rest.items()))))

@@ -142,7 +142,9 @@ class ResolvedRecipe:
                 hint = "measure this recipe with `hetmesh profile`, or leave the key out"
                 raise RecipeError(f"profiling.profile: {error}; {hint}") from error
         return {
-            name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
+            name: SampleCosts.of(
+                shapes[name], self.typical.of(name), upstream=any(map(graph.needs_gradient, graph.inputs(name)))
+            )
             for name in graph.order
         }
 

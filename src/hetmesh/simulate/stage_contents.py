@@ -18,7 +18,7 @@ def blocks(shape: ModuleShape) -> frozenset[str]:
     several = {
         layer.name: sum(w.numel for w in layer.weights)
         for layer in shape.layers
-        if layer.name and len(layer.weights) > 2
+        if layer.name and len(layer.weights) > 2 and not layer.by_chunks
     }
     return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
 

@@ -12,6 +12,7 @@ import numpy as np
 from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
+from hetmesh.cost.head import most_targets
 from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
@@ -122,7 +123,9 @@ class StageCosts:
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-        parts[:, _MOMENTS] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
+        moments, targets = self._moments
+        each_kind = np.tensordot(work[:, :3], moments[:3], 1) + np.minimum(work[:, 3:, None], targets) * moments[3]
+        parts[:, _MOMENTS] = each_kind.max(-1, initial=0.0)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -203,12 +206,13 @@ class StageCosts:
         return parts[:, [_FORWARD, _SUMS]].sum(1), back if self.backward else np.zeros(4)
 
     @cached_property
-    def _moments(self) -> np.ndarray:
+    def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
-        input's part of a backward beyond what is left of that."""
+        input's part of a backward beyond what is left of that; and [kinds], the most targets for which it does."""
         different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
         each = [self.module.layers.of(kind, how)[:, _MOMENTS] for kind, how in different]
-        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0))
+        targets = np.array([most_targets(kind, how) for kind, how in different])
+        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0)), targets
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import LossError, RecipeError
 from hetmesh.graph import ModuleGraph
-from hetmesh.parallel import ParallelModule
+from hetmesh.parallel import CrossEntropy, ParallelModule
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.named_loss import named_loss
 
@@ -26,16 +25,6 @@ Of another module: what its last stage returns `[rows, features]`, and the batch
 
 CustomLosses = CustomLoss | Mapping[str, CustomLoss]
 """That of the LLM, or those of some modules by name."""
-
-
-def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Summed cross-entropy of logits `[num_targets, vocab]` against `batch["targets"]`; a connected 0 without any.
-
-    Half-precision logits are raised to fp32; fp64 stays fp64.
-    """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return cross_entropy(logits, batch["targets"], reduction="sum")
 
 
 def sum_squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -93,13 +82,6 @@ def check_values(source: Source, losses: Collection[str], llm: str) -> None:
         )
 
 
-def cross_entropy_of(llm: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `llm` gives on this rank, maybe a share of the vocabulary; None: none."""
-    if llm is None or (vocabulary := llm.vocabulary) is None:
-        return sum_cross_entropy
-    return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
-
-
 def module_losses(
     graph: ModuleGraph, modules: Mapping[str, ParallelModule], custom: Mapping[str, CustomLoss]
 ) -> dict[str, CustomLoss]:
@@ -111,7 +93,8 @@ def module_losses(
         elif name in custom:
             found[name] = CheckedLoss(custom[name])
         else:
-            found[name] = cross_entropy_of(modules.get(name))
+            own = modules.get(name)
+            found[name] = CrossEntropy(None if own is None else own.vocabulary)
     return found
 
 

@@ -23,7 +23,7 @@ from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.after_head import keeps_logits, keeps_logits_apart, whole_head
 from hetmesh.models.split.mixer_probe import padded_mixers
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
@@ -93,6 +93,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             stored_forms=self.stored_forms,
             experts=None if "experts" in reasons else self._experts,
             head=self._head,
+            loss_by_chunks=True,
             reasons=reasons,
         )
 
@@ -334,6 +335,11 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         """Whether each layer embeds the tokens once more (Gemma 4)."""
         known = "per_layer_inputs" in self._forward_names
         return known and bool(getattr(self.config, "hidden_size_per_layer_input", 0))
+
+    @cached_property
+    def plain_head(self) -> bool:
+        sizes = self.config.vocab_size, self.config.hidden_size
+        return keeps_logits(self._empty, self._inner, self.whole.head, *sizes)
 
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""
