@@ -57,6 +57,11 @@ def has_functions(mixer: nn.Module) -> bool:
     return bool(FUNCTIONS.keys() & set(_forward(mixer).__code__.co_names))
 
 
+def uses_delta_rule(mixer: nn.Module) -> bool:
+    """Whether its forward calls a function for the delta rule."""
+    return any("delta_rule" in name for name in _forward(mixer).__code__.co_names)
+
+
 def use_in_mixer(mixer: nn.Module, padded: bool) -> None:
     """Let `mixer` take samples in one row. `padded`: as if they lay beside each other, by its own forward."""
     forward: Any = mixer.forward

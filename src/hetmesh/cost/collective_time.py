@@ -102,14 +102,14 @@ def tensor_parallel_time(
     if len(ranks) < 2:
         return TensorParallelTime()
     rows = layer.rows(work)
-    products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
+    products = [weight for weight in layer.weights if weight.per_row and weight.shared]
     sums = [weight.outputs for weight in products if weight.splits_inputs]
     needed = how.upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
         if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
-        if how.sequence_parallel and layer.attention_width and not layer.splits_attention:
+        if how.sequence_parallel and (layer.attention_width or layer.recurrences) and not layer.splits_attention:
             each += all_gather(itemsize * rows * sums[0], ranks, machine)
         back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
         return TensorParallelTime(each, back if needed else 0.0)

@@ -1,9 +1,10 @@
 """FLOPs of a module for given work: the transformer formula, aware of what is frozen.
 
 A weight matrix costs 2 x its elements per row that it multiplies, attention 4 x its width per (query, key) pair (two
-matrix products). Embedding look-ups, norms and activations are left out, as in torchtitan's and PaLM's MFU; unlike
-there a head counts only the positions where it runs, and a convolution counts. Of experts each row multiplies as many
-as it chooses, whichever they are.
+matrix products), a recurrence what its chunks take (`recurrence.py`), twice of that in its backward as well. Embedding
+look-ups, norms and activations are left out, as in torchtitan's and PaLM's MFU; unlike there a head counts only the
+positions where it runs, and a convolution counts. Of experts each row multiplies as many as it chooses, whichever they
+are.
 
 Backward (Cornstarch, arXiv 2503.11367, section 4): forward x (t + g), where t says that the weight is trainable and g
 that something before the layer is, so that the gradient of its input is needed. Attention has no weights: if it needs
@@ -52,6 +53,7 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
         forward += once
         backward += once * (weight.trainable + upstream)
     attention = 4 * layer.attention_width * layer.pairs(work)
+    attention += sum(own.flops for own in layer.recurrences) * rows
     return Flops(forward + attention, backward + attention * 2 * (upstream or layer.trainable))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hetmesh.attention.mixers import looks_in_registry, mixers
+from hetmesh.models.mixer_shape import LEAVING
 from hetmesh.models.split.tower_plan import group_plan, layer_pattern, linear_group, repeated_blocks
 from hetmesh.models.split.whole_model import WholeModel
 from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
@@ -17,7 +18,7 @@ from hetmesh.parallel.linear import OwnRows
 from hetmesh.parallel.tensor_parallel import GRAD_ALLREDUCE, STYLES, matching, within
 
 QUERY_HEADS, PROJECTIONS = "num_attention_heads", ("k_proj", "v_proj")
-LINEAR_KEY_HEADS, LEAVING = "linear_num_key_heads", ("out_proj", "o_proj")
+LINEAR_KEY_HEADS = "linear_num_key_heads"
 NORMS = ("q_norm", "k_norm")
 """Norms of single heads, which work on a rank's heads where the attention is split."""
 
