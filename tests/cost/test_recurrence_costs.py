@@ -1,6 +1,7 @@
 """What layers cost that remember earlier tokens otherwise than by attention, against what transformers' own compute and
 autograd keeps of them."""
 
+import weakref
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetmesh._torch_compat import fake_process_group
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.mixers import mixers, use_in_mixer
+from hetmesh.attention.recurrence import shared_delta_rule
 from hetmesh.boundary import World
 from hetmesh.context import causal, join
 from hetmesh.cost import LayerOptions, Rates, Work, activation_bytes, layer_flops, layer_time
@@ -112,19 +114,28 @@ def test_two_ranks_compute_half_of_a_recurrence_that_is_split_by_heads(llm):
         assert held == ({"in_proj_qkv", "conv1d", "linear_attn"} if split else set())
 
 
+class Saved:
+    """A tensor that autograd keeps as long as it may need it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 def saved_bytes(parameters, run):
-    """Bytes that autograd keeps while `run` runs, on any device."""
-    kept, own = {}, {p.untyped_storage()._cdata for p in parameters}
+    """Bytes that autograd keeps for the backward of what `run` returns, on any device."""
+    own, saved = {p.untyped_storage()._cdata for p in parameters}, weakref.WeakSet()
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own and tensor.is_floating_point():
-            kept[storage._cdata] = storage.nbytes(), tensor  # alive, so that no address is used twice
-        return tensor
+        kept = Saved(tensor)
+        saved.add(kept)
+        return kept
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(size for size, _ in kept.values())
+    with saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        out = run()
+    storages = (kept.tensor.untyped_storage() for kept in saved if kept.tensor.is_floating_point())
+    sizes = {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in own}
+    del out
+    return sum(sizes.values())
 
 
 KEPT = [("qwen3_5", 1, {}), ("wide", 1, {}), ("wide", 2, {}), ("lfm2", 1, {}), ("mamba", 1, {"rel": 0.11})]
@@ -152,3 +163,16 @@ def test_a_layer_keeps_what_autograd_saves(llm, monkeypatch, name, tp, near, dty
         saved = saved_bytes(map(local_part, block.parameters()), lambda: block(x, **given))
     how = LayerOptions(str(dtype).removeprefix("torch."), True, group=tuple(range(tp)))
     assert activation_bytes(layer, Work(ROWS), how) == pytest.approx(saved, **{"rel": 0.02, **near})
+
+
+def test_pieces_before_cuts_keep_their_maps():
+    """Of a sample that is cut in the middle, on the first of two ranks."""
+    recurrence = Recurrence(8, 4, 32, 64, True)
+    inputs = [torch.zeros(ROWS, *shape, requires_grad=True) for shape in ((4, 32), (4, 32), (8, 64), (8,), (8,))]
+    with fake_process_group(2), World().as_current():
+        kept = []
+        for shares in ([((0, ROWS),), ()], [((0, ROWS),), ((ROWS, 2 * ROWS),)]):
+            mask = join([causal(sum(b - a for runs in shares for a, b in runs))])
+            state = ContextAttention(mask, tuple(shares), (0, 1), name="llm attention")
+            kept.append(saved_bytes(inputs, lambda state=state: shared_delta_rule(*inputs, state, True)))
+    assert kept[1] - kept[0] == pytest.approx(recurrence.map_bytes(4) * ROWS, rel=0.05)

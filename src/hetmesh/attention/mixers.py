@@ -22,8 +22,8 @@ from hetmesh._torch_compat import not_compiled
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.flex import on_device
 from hetmesh.attention.in_transformers import counter
-from hetmesh.attention.pieces import sample_starts
 from hetmesh.attention.recurrence import shared_convolution, shared_delta_rule
+from hetmesh.context.pieces import sample_starts
 from hetmesh.errors import BoundaryError
 
 CACHES = frozenset({"cache", "past_key_values", "cache_params"})

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.machine import Machine
+from hetmesh.cost.recurrence import CutBytes, RankCuts
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
 
@@ -122,6 +123,20 @@ def tensor_parallel_time(
         if how.upstream:
             backward = all_reduce(itemsize * rows * products[0].shape[1], ranks, machine)
     return TensorParallelTime(forward, backward)
+
+
+def carry_time(sent: CutBytes, cuts: RankCuts, ranks: Sequence[int], machine: Machine) -> TensorParallelTime:
+    """Seconds in which one of `ranks`, which share tokens, sends and gets what a layer remembers at `cuts`: inputs of
+    the convolution, then maps to the ranks by heads, then states back; in the backward gradients the other way."""
+    n = len(ranks)
+
+    def by_heads(size: int, own: int) -> float:  # what a rank has of its own heads stays
+        return all_to_all(size * max(own * (n - 1), cuts.all - own) / n, ranks, machine)
+
+    halo = all_to_all(sent.halo * max(cuts.before, cuts.behind), ranks, machine)
+    states = by_heads(sent.states, cuts.behind)
+    forward = halo + by_heads(sent.maps, cuts.before) + states
+    return TensorParallelTime(forward, halo + states + by_heads(sent.states, cuts.before))
 
 
 def gradient_sum_time(

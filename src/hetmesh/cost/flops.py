@@ -67,6 +67,19 @@ def module_flops(module: ModuleShape, work: Work, *, upstream: bool) -> Flops:
     return total
 
 
+def token_costs(shape: ModuleShape, itemsize: int) -> tuple[int, int]:
+    """By what ranks that share the tokens of an LLM weigh these: the FLOPs of a row in all layers, as (query, key)
+    pairs, and the bytes that a cut of a sample sends in a step, as rows of keys and values, which are fetched for the
+    forward and the backward and whose gradients go back. `(0, 0)` for one without recurrences. `itemsize`: bytes of an
+    element of activations."""
+    if not any(layer.recurrences for layer in shape.layers):
+        return 0, 0
+    row, pair = (module_flops(shape, work, upstream=False).forward for work in (Work(1), Work(pairs=1)))
+    sent = sum(own.cut_bytes(itemsize).total for layer in shape.layers for own in layer.recurrences)
+    keys = sum(3 * 2 * layer.key_width * itemsize for layer in shape.layers)
+    return row // max(pair, 1), sent // max(keys, 1)
+
+
 _UNITS = (Work(rows=1), Work(pairs=1), Work(targets=1))
 
 
