@@ -58,8 +58,13 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     if tp > 1:  # rows that are joined to one weight
         casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
-    states = sum(own.kept_bytes(itemsize) for own in layer.recurrences) / (tp if layer.splits_attention else 1)
-    return round(itemsize * (rows * kept + casts) + rows * (kept_bytes(layer, itemsize, tp) + states))
+    own = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * own)
+
+
+def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
+    """Of a row, what recurrences keep, and hold in a forward that keeps nothing."""
+    return sum(own.kept_bytes(itemsize) for own in layer.recurrences) / (tp if layer.splits_attention else 1)
 
 
 def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
@@ -186,9 +191,11 @@ def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
             return _exponential_bytes(layer, work, how)
         raised = loss_itemsize(how.itemsize) if how.itemsize < 4 else 0
         return round(work.targets * (how.itemsize + raised) * logits_of_a_row(layer, how.tp))
+    recurrent = round(layer.rows(work) * _recurrent_bytes(layer, how.itemsize, how.tp))
+    in_flight = max(_in_flight(layer, work, how), recurrent)
     if not (how.upstream or layer.trainable):
-        return _in_flight(layer, work, how) + _between(layer, work, how)
-    return _in_flight(layer, work, how) if how.recompute else 0
+        return in_flight + _between(layer, work, how)
+    return in_flight if how.recompute else 0
 
 
 def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:

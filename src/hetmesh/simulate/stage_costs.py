@@ -134,8 +134,9 @@ class StageCosts:
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-            parts += self._carried(ranks)
         parts[:, _MOMENTS] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
+        if self._size("cp") > 1:
+            parts += self._carried(ranks)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -266,8 +267,8 @@ class StageCosts:
                 if self.backward:
                     later = np.array([2 * mapped, how.recompute * mapped, back + how.recompute * ahead])
                     found[i, [_INPUT, _AGAIN, _SUMS_BACK]] += count * later
-                    kept = 0.0 if how.recompute else rank.cuts.rows * own.map_bytes(how.itemsize) / split
-                    found[i, _KEPT] += count * kept
+                    held = rank.cuts.rows * own.map_bytes(how.itemsize) / split
+                    found[i, _MOMENTS[1:] if how.recompute else _KEPT] += held if how.recompute else count * held
         return found
 
     @cached_property
