@@ -1,9 +1,11 @@
 """A dry run: a rank's real step on a fake device."""
 
 import json
+from functools import partial
 
 import pytest
 
+from support import tiny_vlms
 from support.dry_run_cases import FOLDER, dry, grouped, left_behind, printed
 
 KINDS = ("digits_cp_pp",)
@@ -99,6 +101,26 @@ def test_equal_ranks_are_one_group_and_the_predicted_peak_is_near(apart):
     assert max(group.memory_error for group in runs.groups) < 0.2
     edges = {each.edge for group in runs.groups for each in group.run.traffic}
     assert edges == {"vision->projector forward", "vision->projector backward"}
+
+
+WIDE = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 128}
+SHARED_BY_TWO = '[parallelism.vision]\nranks = "0-1"\n[parallelism.llm]\nranks = "0-1"\ncontext_parallel_degree = 2\n'
+AGAIN = '[activation_checkpoint]\nmode = "full"'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", pytest.param(AGAIN, marks=pytest.mark.exhaustive)])
+def test_the_predicted_peak_of_layers_with_a_recurrence_is_near(apart, tmp_path, monkeypatch, more):
+    """States and inputs of convolutions are most of what such an LLM keeps. The second rank has the middle of each
+    row, and so maps of all of its rows."""
+    wide = partial(tiny_vlms._qwen3_5, **WIDE, linear_value_head_dim=128)
+    monkeypatch.setattr(tiny_vlms, "MODELS", {**tiny_vlms.MODELS, "qwen3_5": wide})
+    text = tiny_vlms.recipe_text(tiny_vlms.save("qwen3_5", tmp_path), SHARED_BY_TWO + more)
+    (tmp_path / "recipe.toml").write_text(text.replace("float64", "float32").replace("max_text = 12", "max_text = 700"))
+    status, text = apart(printed, ["dryrun", str(tmp_path / "recipe.toml"), "--rank", "1", "--json"])
+    assert status == 0, text
+    (group,) = json.loads(text[text.index("{") :])["groups"]  # behind what transformers says of kernels
+    assert group["memory_error"] < 0.1
 
 
 IN_GAPS = (

@@ -1,11 +1,11 @@
 """Recurrences and convolutions over the rows of a `ContextAttention`: anew at each sample, and on across ranks.
 
-What a piece of a sample (`pieces.py`) does to the state S of a head is an affine map, S -> A S + B. Each rank makes
-[B | A] of its pieces before a cut by running the rule itself on [0 | I]. The maps go to ranks by heads, each of which
-goes through all pieces of its heads in the order of their positions, and the states at the cuts go back to the ranks
-that go on from them: what is sent depends on the number of cuts alone, not on lengths, ranks or who owns which piece.
-The backward is the transpose. Maps are fp32: A only shrinks (|I - b k k^T| <= 1) and nothing is divided, so the error
-is that of one scan; in bf16 it would be 1e-3.
+What a piece of a sample (`hetmesh.context.pieces`) does to the state S of a head is an affine map, S -> A S + B. Each
+rank makes [B | A] of its pieces before a cut by running the rule itself on [0 | I]. The maps go to ranks by heads, each
+of which goes through all pieces of its heads in the order of their positions, and the states at the cuts go back to the
+ranks that go on from them: what is sent depends on the number of cuts alone, not on lengths, ranks or who owns which
+piece. The backward is the transpose. Maps are fp32: A only shrinks (|I - b k k^T| <= 1) and nothing is divided, so the
+error is that of one scan; in bf16 it would be 1e-3.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.delta_rule import convolve, delta_rule
 from hetmesh.attention.fetch import Wires, exchange, fetch, give_back
 from hetmesh.attention.flex import on_device
-from hetmesh.attention.pieces import Halo, Pieces, plan_halo, plan_pieces
+from hetmesh.attention.halo import Halo, plan_halo
 from hetmesh.context.mask_sources import ragged
+from hetmesh.context.pieces import Pieces, plan_pieces
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
 
 

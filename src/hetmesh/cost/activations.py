@@ -41,17 +41,17 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         own = max(itemsize, 4) if how.autocast else itemsize  # it lies between products
         kept = itemsize * saved_elements(layer, how.saved, tp, between)
         return round(rows * (own * products[0].inputs * between + kept))
-    casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
+    casts: float = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
-    kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
+    kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products) if not _is_convolution(layer, w))
     kept += sum(half.inputs for half in halves if half.trainable) - (1 - 1 / tp) * shares
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
     first = [w for w in products if _part(w) == _part(products[0])]  # of the attention, if there is one
     of_attention = () if layer.splits_attention else first[:-1]  # which makes all rows on every rank
-    for w in products:
+    for w in (w for w in products if not _is_convolution(layer, w)):
         kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
         kept += (0 if how.compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
@@ -62,7 +62,15 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
     if how.autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
-    return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
+    if tp > 1:  # rows that are joined to one weight
+        casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
+    own = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * own)
+
+
+def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
+    """Of a row, what recurrences keep, and hold in a forward that keeps nothing."""
+    return sum(own.kept_bytes(itemsize) for own in layer.recurrences) / (tp if layer.splits_attention else 1)
 
 
 def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
@@ -141,6 +149,11 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     return (output + layer.attention_copies * width) / split + others
 
 
+def _is_convolution(layer: LayerShape, weight: WeightShape) -> bool:
+    """Whether it is that of a recurrence, which counts what it keeps (`Recurrence.kept_bytes`)."""
+    return bool(layer.recurrences) and len(weight.shape) == 3 and not weight.expert
+
+
 def _part(weight: WeightShape) -> str:
     return weight.name.rpartition(".")[0].rpartition(".")[0]
 
@@ -148,9 +161,9 @@ def _part(weight: WeightShape) -> str:
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     """Trainable weights, one of each run that reads the same tensor: queries, keys and values; gate and up."""
     kept: list[WeightShape] = []
-    previous: tuple[str, int, int | None] | None = None
+    previous: tuple[str, int, bool] | None = None
     for weight in products:
-        reads = _part(weight), weight.inputs, weight.tp_dim
+        reads = _part(weight), weight.inputs, weight.splits_inputs
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None
@@ -170,9 +183,11 @@ def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
             return _exponential_bytes(layer, work, how)
         raised = loss_itemsize(how.itemsize) if how.itemsize < 4 else 0
         return round(work.targets * (how.itemsize + raised) * logits_of_a_row(layer, how.tp))
+    recurrent = round(layer.rows(work) * _recurrent_bytes(layer, how.itemsize, how.tp))
+    in_flight = max(_in_flight(layer, work, how), recurrent)
     if not (how.upstream or layer.trainable):
-        return _in_flight(layer, work, how) + _between(layer, work, how)
-    return _in_flight(layer, work, how) if how.recompute else 0
+        return in_flight + _between(layer, work, how)
+    return in_flight if how.recompute else 0
 
 
 def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
@@ -228,7 +243,7 @@ def _in_flight(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     it multiplies and the product of both, forward as backward; or what experts hold."""
     layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
-    for _, group in itertools.groupby(products, lambda w: (_part(w), w.inputs, w.tp_dim)):
+    for _, group in itertools.groupby(products, lambda w: (_part(w), w.inputs, w.splits_inputs)):
         widest = max(widest, sum(output_share(w, how.tp) * w.per_row * w.outputs for w in group))
     # what an adapter adds is there beside what it is added to
     widest += max((output_share(half, how.tp) * half.outputs for half in halves), default=0.0)

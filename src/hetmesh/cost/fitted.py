@@ -201,7 +201,7 @@ def layer_kind(layer: LayerShape, tp: int = 1, cp: int = 1, sequence_parallel: b
 def _split_share(layer: LayerShape, tp: int) -> float:
     products = [weight for weight in layer.weights if weight.per_row] or list(layer.weights)
     whole = sum(weight.multiplied or weight.numel for weight in products)
-    split = sum(weight.multiplied or weight.numel for weight in products if weight.tp_dim is not None)
+    split = sum(weight.multiplied or weight.numel for weight in products if weight.shared)
     return 1 - (1 - 1 / tp) * split / whole if whole else 1.0
 
 

@@ -1,9 +1,10 @@
 """FLOPs of a module for given work: the transformer formula, aware of what is frozen.
 
 A weight matrix costs 2 x its elements per row that it multiplies, attention 4 x its width per (query, key) pair (two
-matrix products). Embedding look-ups, norms and activations are left out, as in torchtitan's and PaLM's MFU; unlike
-there a head counts only the positions where it runs, and a convolution counts. Of experts each row multiplies as many
-as it chooses, whichever they are.
+matrix products), a recurrence what its chunks take (`recurrence.py`), twice of that in its backward as well. Embedding
+look-ups, norms and activations are left out, as in torchtitan's and PaLM's MFU; unlike there a head counts only the
+positions where it runs, and a convolution counts. Of experts each row multiplies as many as it chooses, whichever they
+are.
 
 Backward (Cornstarch, arXiv 2503.11367, section 4): forward x (t + g), where t says that the weight is trainable and g
 that something before the layer is, so that the gradient of its input is needed. Attention has no weights: if it needs
@@ -54,6 +55,7 @@ def layer_flops(layer: LayerShape, work: Work, *, upstream: bool) -> Flops:
     attention = 4 * layer.attention_width * layer.pairs(work)
     if layer.by_chunks:
         return Flops(forward + backward)
+    attention += sum(own.flops for own in layer.recurrences) * rows
     return Flops(forward + attention, backward + attention * 2 * (upstream or layer.trainable))
 
 
@@ -65,6 +67,19 @@ def module_flops(module: ModuleShape, work: Work, *, upstream: bool) -> Flops:
         total += layer_flops(layer, work, upstream=upstream)
         upstream = upstream or layer.trainable
     return total
+
+
+def token_costs(shape: ModuleShape, itemsize: int) -> tuple[int, int]:
+    """By what ranks that share the tokens of an LLM weigh these: the FLOPs of a row in all layers, as (query, key)
+    pairs, and the bytes that a cut of a sample sends in a step, as rows of keys and values, which are fetched for the
+    forward and the backward and whose gradients go back. `(0, 0)` for one without recurrences. `itemsize`: bytes of an
+    element of activations."""
+    if not any(layer.recurrences for layer in shape.layers):
+        return 0, 0
+    row, pair = (module_flops(shape, work, upstream=False).forward for work in (Work(1), Work(pairs=1)))
+    sent = sum(own.cut_bytes(itemsize).total for layer in shape.layers for own in layer.recurrences)
+    keys = sum(3 * 2 * layer.key_width * itemsize for layer in shape.layers)
+    return row // max(pair, 1), sent // max(keys, 1)
 
 
 _UNITS = (Work(rows=1), Work(pairs=1), Work(targets=1))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import ITEMSIZES
 from hetmesh.cost.machine import Machine
+from hetmesh.cost.recurrence import Recurrence
 from hetmesh.cost.saved_operations import ATTENTION, operations
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
@@ -114,12 +115,14 @@ def layer_time(
     rows = layer.rows(work)
     again = max(rows / targets_of_chunk(layer, rates.itemsize, tp), 1.0)
     products = [(w, _weight_seconds(w, rows, rates, tp, sequence_parallel, again)) for w in layer.weights]
-    width = layer.attention_width / (tp if layer.splits_attention else 1)
+    split = tp if layer.splits_attention else 1
+    width = layer.attention_width / split
     pairs = layer.pairs(work) / 2 if layer.causal else layer.pairs(work)
     attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
-    forward = attention + sum(seconds for _, seconds in products)
+    states = sum(_recurrence_seconds(own, rows, rates, split) for own in layer.recurrences)
+    forward = attention + states + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable
-    backward_input = 2 * attention + 2 * width * pairs / rates.flops if needed else 0.0
+    backward_input = 2 * (attention + states) + 2 * width * pairs / rates.flops if needed else 0.0
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
         backward_input += sum(seconds for _, seconds in products)
@@ -129,8 +132,14 @@ def layer_time(
     if not (recompute and needed):
         return found
     kept = {weight for weight, name, _ in operations(layer, tp) if name in saved}
-    repeated = sum(seconds for weight, seconds in products if weight not in kept)
+    repeated = states + sum(seconds for weight, seconds in products if weight not in kept)
     return replace(found, recompute=repeated + attention * (ATTENTION not in saved))
+
+
+def _recurrence_seconds(recurrence: Recurrence, rows: int, rates: Rates, split: int) -> float:
+    """Of the states of `rows`, of which a rank has `1 / split`: what is kept is written once and read once."""
+    moved = 2 * recurrence.kept_bytes(rates.itemsize) / rates.itemsize
+    return rates.seconds(recurrence.flops * rows / split, moved * rows / split)
 
 
 def _weight_seconds(
@@ -138,7 +147,7 @@ def _weight_seconds(
 ) -> float:
     """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product.
     `chunks`: how often all of it is read."""
-    share = 1 / tp if weight.tp_dim is not None else 1.0
+    share = 1 / tp if weight.shared else 1.0
     if weight.per_row:
         outputs = weight.outputs * (share if weight.splits_outputs else 1.0)  # the other side is whole on every rank
         inputs = weight.inputs * (share if weight.splits_inputs else 1.0)

@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders, led_modules
 from hetmesh.cost import Profile, load_machine
-from hetmesh.cost.flops import SampleCosts
+from hetmesh.cost.flops import SampleCosts, token_costs
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.mixture import MixtureSource
@@ -307,6 +307,9 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
         with refusals.collect():
             axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
             splits = module_splits(recipe, name, adapters[name], shapes, typical)
+            options, costs = module_options(recipe, name), (0, 0)
+            if "cp" in axes and adapters[name].abilities.token_gathered and (shape := shapes[name]) is not None:
+                costs = token_costs(shape, options.row_dtype.itemsize)
             try:
                 spec = ModuleSpec(
                     name,
@@ -320,10 +323,11 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                     packed=packs(recipe, name),
                     attention_mask=module.attention_mask,
                     assignment=token_assignment(recipe, name),
+                    token_costs=costs,
                     splits=splits.runs,
                     activation=splits.activation,
                     frozen_layers=splits.frozen_layers,
-                    options=module_options(recipe, name),
+                    options=options,
                     loss=recipe.wiring.losses.get(name),
                 )
             except GraphError as error:

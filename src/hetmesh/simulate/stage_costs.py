@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +11,19 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
-from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
-from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
+from hetmesh.cost import (
+    LayerOptions,
+    LayerShape,
+    Machine,
+    ModuleShape,
+    Parts,
+    StageBytes,
+    StageCost,
+    StageParts,
+    Work,
+    layer_flops,
+)
+from hetmesh.cost.collective_time import all_gather, all_reduce, carry_time, gradient_sum_time, link
 from hetmesh.cost.head import most_targets
 from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
@@ -126,6 +138,8 @@ class StageCosts:
         moments, targets = self._moments
         each_kind = np.tensordot(work[:, :3], moments[:3], 1) + np.minimum(work[:, 3:, None], targets) * moments[3]
         parts[:, _MOMENTS] = each_kind.max(-1, initial=0.0)
+        if self._size("cp") > 1:
+            parts += self._carried(ranks)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -241,13 +255,40 @@ class StageCosts:
                 total += count * np.where(chunks > 0, np.maximum(moved + last - seconds, 0.0), 0.0)
         return ahead, back
 
+    def _carried(self, ranks: Sequence[RankWork]) -> np.ndarray:
+        """What recurrences add at cuts of samples: float64 `[ranks, parts]`. Maps of the pieces before them take as
+        much of their layer's seconds as of its FLOPs."""
+        found = np.zeros((len(ranks), len(PARTS)))
+        for (kind, how), count in self._recurrences.items():
+            per_row, split = self.module.layers.of(kind, how)[1], self._size("tp") if kind.splits_attention else 1
+            whole = layer_flops(kind, Work(1), upstream=True).forward
+            measured = self.module.layers.measured_collectives(kind, how) is not None
+            for own, (i, rank) in itertools.product(kind.recurrences, enumerate(ranks)):
+                sent = carry_time(own.cut_bytes(how.itemsize, split), rank.cuts, self._group("cp"), self.machine)
+                ahead, back = (0.0, 0.0) if measured else (sent.forward, sent.backward)
+                mapped = rank.cuts.rows * per_row[_FORWARD] * own.map_flops / whole
+                found[i, [_FORWARD, _SUMS]] += count * np.array([mapped, ahead])
+                if self.backward:
+                    later = np.array([2 * mapped, how.recompute * mapped, back + how.recompute * ahead])
+                    found[i, [_INPUT, _AGAIN, _SUMS_BACK]] += count * later
+                    held = rank.cuts.rows * own.map_bytes(how.itemsize) / split
+                    found[i, _MOMENTS[1:] if how.recompute else _KEPT] += held if how.recompute else count * held
+        return found
+
     @cached_property
-    def _attentions(self) -> dict[tuple[LayerShape, LayerOptions], int]:
-        found: dict[tuple[LayerShape, LayerOptions], int] = {}
+    def _recurrences(self) -> Counter[tuple[LayerShape, LayerOptions]]:
+        return self._with(lambda kind, _: bool(kind.recurrences))
+
+    @cached_property
+    def _attentions(self) -> Counter[tuple[LayerShape, LayerOptions]]:
+        return self._with(lambda *layer: layer[0].key_width and self.module.layers.measured_collectives(*layer) is None)
+
+    def _with(self, wanted: Callable[[LayerShape, LayerOptions], object]) -> Counter[tuple[LayerShape, LayerOptions]]:
+        """How many layers there are of each kind that is wanted."""
+        found: Counter[tuple[LayerShape, LayerOptions]] = Counter()
         for (kind, block, before), count in self.contents.counts.items():
-            key = kind, self._how(block, before)
-            if kind.key_width and self.module.layers.measured_collectives(*key) is None:
-                found[key] = found.get(key, 0) + count
+            if wanted(kind, how := self._how(block, before)):
+                found[kind, how] += count
         return found
 
     @cached_property
@@ -351,5 +392,8 @@ class StageCosts:
 
     @property
     def reduce(self) -> float:
-        """Seconds of the sums over lanes, and over ranks that share their tokens, once per step."""
-        return self._sums[2] + (self._by_fsdp - self._scatter if self._group("dp_shard") else self._sums[1])
+        """Seconds of the sums over lanes, and over ranks that share their tokens or compute with own rows, once per
+        step."""
+        rows = self.contents.own_rows * self.options.parameter_dtype.itemsize / max(self._size("dp_shard"), 1)
+        shared = self._sums[2] + all_reduce(rows, self._group("tp"), self.machine)
+        return shared + (self._by_fsdp - self._scatter if self._group("dp_shard") else self._sums[1])
