@@ -41,7 +41,7 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         own = max(itemsize, 4) if how.autocast else itemsize  # it lies between products
         kept = itemsize * saved_elements(layer, how.saved, tp, between)
         return round(rows * (own * products[0].inputs * between + kept))
-    casts: float = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
+    casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
     kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products) if not _is_convolution(layer, w))
@@ -64,8 +64,8 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     if tp > 1:  # rows that are joined to one weight
         casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
-    own = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
-    return round(itemsize * (rows * kept + casts) + rows * own)
+    states = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * states)
 
 
 def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
