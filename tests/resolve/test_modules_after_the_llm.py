@@ -122,7 +122,8 @@ def test_items_that_seq_len_cuts_are_told_with_the_key():
     places = [i for i in range(len(drawn)) if not drawn.given.num_targets[i]]
     assert f"(training.seq_len = 128 cuts the media of {len(places)})" in describe_without_targets(drawn, places, 128)
     assert check_first_batch(resolved) == [
-        "modules.drawer.loss: the first batch has no latents of it; training.seq_len = 128 may cut them"
+        "modules.drawer.loss: the first batch has none of the latents that it counts; training.seq_len = 128 may cut "
+        "them"
     ]
 
 
