@@ -161,6 +161,21 @@ def test_a_loss_that_is_not_finite_is_named(world, tmp_path, name):
         trainer.run()
 
 
+def endless(output, batch):
+    return output.square().sum() + math.inf
+
+
+def test_a_loss_that_is_only_measured_need_not_be_finite(world, tmp_path):
+    measured = ("--modules.drawer.loss.weight", "0.0", "--modules.drawer.trainable", "false")
+    keys = ("--job.dump_folder", str(tmp_path), "--training.steps", "2", *measured)
+    summary = hetmesh.train(parse_recipe(RECIPE, keys), loss={"drawer": endless})
+    steps, evaluated = lines_of(tmp_path)
+    for line in (*steps, evaluated[-1]["validation"]):
+        assert math.isfinite(line["loss"])
+        assert line["losses"]["drawer"] is None
+    assert math.isfinite(summary["validation_loss"])
+
+
 def test_several_custom_losses_from_python_and_a_mean_is_found_out(world, tmp_path):
     recipe = parse_recipe(RECIPE, ("--job.dump_folder", str(tmp_path), "--training.steps", "2"))
     assert hetmesh.train(recipe, loss={"llm": smoothed, "drawer": distances})["steps"] == 2
