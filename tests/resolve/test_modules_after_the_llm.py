@@ -81,6 +81,11 @@ MISTAKES = {
         f'[modules.llm.loss]\nkind = "a:b"\nunit = "items"\n{LOSS}',
         r"modules\.llm\.loss\.unit = 'items': 'llm', the LLM, has target tokens; write 'tokens'",
     ),
+    "a loss of a connector": (
+        AFTER,
+        CONNECTED.replace('"mlp"', '"mlp"\nconfig = { out_features = 6 }\nloss = { kind = "mse" }'),
+        r"modules\.connector\.loss: 'connector' hands its rows on to 'drawer'; after 'llm' only .*",
+    ),
     "no at": (
         'at = "image_out"',
         "",

@@ -213,6 +213,11 @@ def _check_losses(losses: Mapping[str, LossSpec], topology: Topology) -> None:
                     f"{key} is missing: no module reads what {name!r} computes, so it needs a loss of its own; "
                     f"{topology.llm!r} is the LLM, to which rows with `at` go, or from which they come"
                 )
+        elif name in topology.after_llm and topology.outputs(name):
+            refusals.add(
+                f"{key}: {name!r} hands its rows on to {topology.outputs(name)[0].destination!r}; after "
+                f"{topology.llm!r} only modules that none reads have losses"
+            )
         elif loss.unit == "tokens" and name != topology.llm:
             where = f"{key}.kind = {loss.kind!r}" if loss.kind == "cross_entropy" else f"{key}.unit = 'tokens'"
             refusals.add(
