@@ -81,6 +81,11 @@ MISTAKES = {
         f'[modules.llm.loss]\nkind = "a:b"\nunit = "items"\n{LOSS}',
         r"modules\.llm\.loss\.unit = 'items': 'llm', the LLM, has target tokens; write 'tokens'",
     ),
+    "targets of other items": (
+        AFTER,
+        f'{AFTER}\n[[boundaries]]\nfrom = "vision"\nto = "drawer"',
+        r"modules\.vision\.media: 'vision' reads 'image', and its rows are the targets of 'drawer', which makes 'ima.*",
+    ),
     "a loss of a connector": (
         AFTER,
         CONNECTED.replace('"mlp"', '"mlp"\nconfig = { out_features = 6 }\nloss = { kind = "mse" }'),

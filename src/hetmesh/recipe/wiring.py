@@ -164,6 +164,13 @@ def wiring(recipe: Recipe) -> Wiring:
         for name in recipe.modules:
             with refusals.collect():
                 media[name] = _media(recipe, topology, losses, name)
+    for b in topology.boundaries:
+        made, read = media.get(b.destination), media.get(b.source)
+        if b.destination in topology.after_llm and read is not None and made not in (None, read):
+            refusals.add(
+                f"modules.{b.source}.media: {b.source!r} reads {read!r}, and its rows are the targets of "
+                f"{b.destination!r}, which makes {made!r}; take an encoder of these"
+            )
     tables = {name: _table(recipe, topology, name) for name in recipe.modules}
     meshes: Mapping[str, MeshSpec] = {}
     with refusals.collect():
