@@ -183,6 +183,8 @@ def test_several_custom_losses_from_python_and_a_mean_is_found_out(world, tmp_pa
         hetmesh.train(recipe, loss={"llm": smoothed, "drawer": mean_distance})
     with pytest.raises(RecipeError, match=r"loss of 'painter': the modules with a loss are vision, llm, drawer, pose"):
         hetmesh.train(recipe, loss={"painter": distances})
+    with pytest.raises(RecipeError, match=r"loss of 'drawer': must be a function .* summed loss, got 'mse'"):
+        hetmesh.train(recipe, loss={"drawer": "mse"})
     with hetmesh.open_job(recipe) as job:
         own = job.forward_backward()
     with hetmesh.open_job(recipe, loss={"llm": smoothed, "drawer": distances}) as job:
