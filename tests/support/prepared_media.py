@@ -19,6 +19,7 @@ from hetmesh.data.source import Sample, wants
 from hetmesh.graph import SampleMeta
 from hetmesh.models.split.processor import processor_at
 from hetmesh.recipe.hf_families import part_of
+from hetmesh.testing.precision import kept_casts
 from hetmesh.testing.sources import RandomMedia
 from surveying.tiny_processor import placeholder
 
@@ -60,7 +61,8 @@ class PreparedMedia(RandomMedia):
                 media.setdefault(kind, []).append(_item(kind, rng.choice(SIZES[kind]), draw))
             text += self.written[kind] if kind else rng.choice("abcdefgh")
         identity = f"prepared-{self.seed}-{index}"
-        made = self.processor(text, media)
+        with kept_casts():
+            made = self.processor(text, media)
         placed = placed_items(identity, self.processor, made, [kind for kind in sequence if kind])
         rows = {kind: sum(item.rows for item in placed if item.name == kind) for kind in made.units}
         meta = SampleMeta(identity, len(made.ids), placed, self.targets(index, rng, len(made.ids)))

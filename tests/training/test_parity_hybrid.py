@@ -74,7 +74,7 @@ LAYOUTS = {
     "sp, pp": stages("1f1b", tp=2).replace("tensor", f"{SHARES}\ntensor"),
     "sp, fsdp, again": llm(f"{SHARES}\n{AGAIN}", tp=2, fsdp=2),
 }
-OFTEN = [("qwen3_5", "cp 2, zero bubble"), ("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
+OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
 
 
 @pytest.mark.slow

@@ -146,7 +146,7 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
 WITHIN_OTHERS = (
     *("disjoint", "colocated, context parallel", "pipeline, context parallel", "encoder context parallel"),
     *("encoder sharded and context parallel", "zero bubble", "frozen encoder", "sharded"),
-    "both context parallel",
+    *("both context parallel", "overlapping", "context parallel"),
 )
 
 

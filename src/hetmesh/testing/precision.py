@@ -5,12 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+_KEPT: ContextVar[bool] = ContextVar("casts to fp32 are kept", default=False)
+
+
+@contextmanager
+def kept_casts() -> Iterator[None]:
+    """In the body, `exact_dtypes` changes no cast of this thread: for what prepares samples, which a run does before
+    its first step or during a step."""
+    token = _KEPT.set(True)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 @contextmanager
@@ -72,11 +86,12 @@ def _exact_forward(name: str, module: nn.Module) -> Any:
 def _no_singles() -> Iterator[None]:
     """While it lasts, casts to fp32 are casts to fp64, also where a backward computes again. (Buffers in fp32 stay
     constants, but what is computed of them is fp64.)"""
-    zeros = torch.zeros
+    zeros, single = torch.zeros, torch.Tensor.float
 
     def doubled(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if function is zeros and args == ((),):  # in which a fused optimizer counts its steps, also in checkpoints
+            # In `zeros` of no shape a fused optimizer counts its steps, also in checkpoints.
+            if _KEPT.get() or (function is zeros and args == ((),)):
                 return function(*args, **kwargs)
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
@@ -85,7 +100,11 @@ def _no_singles() -> Iterator[None]:
         return call
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        stack.enter_context(
+            patch.object(
+                torch.Tensor, "float", lambda x, **how: (single if _KEPT.get() else torch.Tensor.double)(x, **how)
+            )
+        )
         for owner, name in (
             (torch.Tensor, "to"),
             (torch.Tensor, "type"),
