@@ -89,9 +89,8 @@ def shared_work(
 def rank_cuts(mask: Mask, shares: tuple[Intervals, ...], rank: int) -> RankCuts:
     """Of one of the ranks that share the tokens of a lane."""
     pieces = plan_pieces(mask, shares, rank)
-    cuts = pieces.cuts
-    rows = int(np.diff(pieces.bounds)[cuts.leaving].sum())
-    return RankCuts(len(cuts), len(cuts.leaving), len(cuts.entering), rows)
+    cuts, rows = pieces.cuts, np.diff(pieces.bounds)
+    return RankCuts(len(cuts), len(cuts.leaving), len(cuts.entering), int(rows[cuts.leaving].sum()))
 
 
 def computed_entries(mask: Mask, runs: Intervals) -> int:
