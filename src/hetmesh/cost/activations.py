@@ -64,8 +64,8 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     if tp > 1:  # rows that are joined to one weight
         casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
-    states = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
-    return round(itemsize * (rows * kept + casts) + rows * states)
+    besides = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * besides)
 
 
 def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
