@@ -17,7 +17,6 @@ from hetmesh.attention import delta_rule as kernels
 from hetmesh.attention import recurrence
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.delta_rule import convolve, delta_rule
-from hetmesh.attention.halo import plan_halo
 from hetmesh.boundary import World
 from hetmesh.context import causal, join
 from hetmesh.context.pieces import plan_pieces
@@ -141,7 +140,7 @@ def test_pieces_and_halos_of_alternating_runs_by_hand():
     assert cuts.before.intervals == (((0, 1), (2, 3)), ((1, 2),), ())
     assert cuts.behind.intervals == (((1, 2),), ((0, 1), (2, 3)), ())
     assert (cuts.leaving.tolist(), cuts.entering.tolist(), cuts.of_entering.tolist()) == ([0, 1], [1], [-1, 0])
-    halo = plan_halo(mask, shares, 1, 4)
+    halo = recurrence.plan_halo(mask, shares, 1, 4)
     assert halo.taken.taken.intervals == (((3, 6),), ((0, 2), (5, 8)), ())
     # rows 0 to 7 are its own, 8 to 12 those of positions 0, 1, 5, 6, 7, and 13 is zeros
     assert halo.rows.tolist() == [13, 8, 9, 0, 13, 13, 13, 1, 2, 3, 10, 11, 12, 4, 5, 6, 7]

@@ -3,6 +3,7 @@ autograd keeps of them."""
 
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,8 @@ from hetmesh.boundary import World
 from hetmesh.context import causal, join
 from hetmesh.cost import LayerOptions, Rates, Work, activation_bytes, layer_flops, layer_time
 from hetmesh.cost.recurrence import Recurrence
+from hetmesh.models.adapter import Abilities
+from hetmesh.models.module_shape import module_shape
 from hetmesh.parallel import apply_tensor_parallel
 from hetmesh.parallel.gradient_sums import local_part
 from hetmesh.recipe.recipe import parse_recipe
@@ -163,6 +166,29 @@ def test_a_layer_keeps_what_autograd_saves(llm, monkeypatch, name, tp, near, dty
         saved = saved_bytes(map(local_part, block.parameters()), lambda: block(x, **given))
     how = LayerOptions(str(dtype).removeprefix("torch."), True, group=tuple(range(tp)))
     assert activation_bytes(layer, Work(ROWS), how) == pytest.approx(saved, **{"rel": 0.02, **near})
+
+
+def test_a_layer_of_real_size_keeps_what_autograd_saves(monkeypatch):
+    """Qwen3.5-9B's, in bfloat16 and without memory."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextConfig, Qwen3_5TextModel
+
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    config = Qwen3_5TextConfig(**sizes, **heads, linear_value_head_dim=128, layer_types=["linear_attention"])
+    with fake_process_group(1), World().as_current():
+        with torch.device("meta"):
+            decoder = Qwen3_5TextModel(config).bfloat16()
+            x = torch.empty(1, ROWS, 4096, dtype=torch.bfloat16, requires_grad=True)
+        abilities = Abilities(token_gathered=("layers.*.linear_attn",))
+        adapter = SimpleNamespace(abilities=abilities, out_features=None, layers=lambda: ("layers.0",))
+        layer = next(layer for layer in module_shape("llm", adapter, decoder, {}).layers if layer.recurrences)
+        use_in_mixer(decoder.layers[0].linear_attn, padded=False)
+        state = ContextAttention(join([causal(ROWS // 2)] * 2), name="llm attention")
+        given = {"attention_mask": None, "position_embeddings": None, "attention_state": state}
+        saved = saved_bytes(decoder.parameters(), lambda: decoder.layers[0](x, **given))
+    assert activation_bytes(layer, Work(ROWS), LayerOptions("bfloat16", True)) == pytest.approx(saved, rel=0.02)
+    assert saved > 300_000 * ROWS
 
 
 def test_pieces_before_cuts_keep_their_maps():

@@ -265,6 +265,11 @@ BAD: dict[str, tuple[str, str, str]] = {
         '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
         "boundaries[2].at is missing: name the placeholder of the tokens whose hidden states 'head' reads",
     ),
+    "a key of a loss": (
+        "[parallelism.vision]",
+        '[modules.llm.loss]\nkind = "cross_entropy"\nweigth = 0.5\n[parallelism.vision]',
+        "modules.llm.loss.weigth: unknown key 'weigth'; did you mean 'weight'? Valid are: kind, weight, unit",
+    ),
     "no weight": (
         "[parallelism.vision]",
         '[modules.llm.loss]\nkind = "cross_entropy"\nweight = 0.0\n[parallelism.vision]',

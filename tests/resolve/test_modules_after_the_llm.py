@@ -81,6 +81,16 @@ MISTAKES = {
         f'[modules.llm.loss]\nkind = "a:b"\nunit = "items"\n{LOSS}',
         r"modules\.llm\.loss\.unit = 'items': 'llm', the LLM, has target tokens; write 'tokens'",
     ),
+    "targets of other items": (
+        AFTER,
+        f'{AFTER}\n[[boundaries]]\nfrom = "vision"\nto = "drawer"',
+        r"modules\.vision\.media: 'vision' reads 'image', and its rows are the targets of 'drawer', which makes 'ima.*",
+    ),
+    "a loss of a connector": (
+        AFTER,
+        CONNECTED.replace('"mlp"', '"mlp"\nconfig = { out_features = 6 }\nloss = { kind = "mse" }'),
+        r"modules\.connector\.loss: 'connector' hands its rows on to 'drawer'; after 'llm' only .*",
+    ),
     "no at": (
         'at = "image_out"',
         "",
@@ -122,7 +132,8 @@ def test_items_that_seq_len_cuts_are_told_with_the_key():
     places = [i for i in range(len(drawn)) if not drawn.given.num_targets[i]]
     assert f"(training.seq_len = 128 cuts the media of {len(places)})" in describe_without_targets(drawn, places, 128)
     assert check_first_batch(resolved) == [
-        "modules.drawer.loss: the first batch has no latents of it; training.seq_len = 128 may cut them"
+        "modules.drawer.loss: the first batch has none of the latents that it counts; training.seq_len = 128 may cut "
+        "them"
     ]
 
 

@@ -17,7 +17,7 @@ from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, bubble_fill
 from hetmesh.simulate import StepModel, bubbles, simulate
-from hetmesh.simulate.fill_bubbles import fill_typical
+from hetmesh.simulate.fill_bubbles import fill_typical_beside
 
 VISION, LLM = Stage("vision"), Stage("llm")
 
@@ -160,7 +160,7 @@ def typical_orders(pp: int, latency: float) -> tuple:
     model = StepModel(graph, shapes, machine)
     work = {"vision": Work(2048, 2048 * 64), "llm": Work(2048, 2048 * 512, 512)}.__getitem__
     routes, options = Routes.of(model.stages, 8), PolicyOptions(in_collectives=True)
-    found = fill_typical(model, routes, options, work, ["vision"])
+    found = fill_typical_beside(model, routes, options, work, ["vision"])
     late = bubble_fill(model.stages, routes, True, options)
     costs = replace(model.typical_costs(routes, work), busy_slowdown=())
     steps = [simulate(schedule, costs, beside=["vision"]).makespan for schedule in (found, late)]

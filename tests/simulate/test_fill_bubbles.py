@@ -70,8 +70,7 @@ def model(ranks, **axes):
         name: ModuleShape(name, tuple(LayerShape(x, (WeightShape(f"{x}.w", (n, n), 1),)) for x in layers))
         for name, n in (("vision", 641), ("llm", 1281))
     }
-    flops_alone = {"peak_flops": {"float32": 1e12}, "memory_bandwidth": 0.0, "operation_overhead": 0.0}
-    machine = replace(load_machine("h100"), **flops_alone, busy_slowdown=(1.0, 2.0, 3.0, 4.0))
+    machine = replace(load_machine("h100"), peak_flops={"float32": 1e12}, busy_slowdown=(1.0, 2.0, 3.0, 4.0))
     return StepModel(graph, shapes, replace(machine, ranks_per_node=4))
 
 
@@ -123,12 +122,12 @@ def test_a_step_is_filled_by_its_own_costs_on_a_grid(told):
     assert undisturbed.makespan < 0.9 * disturbed.makespan
 
 
-def test_typical_microbatches_cost_by_what_they_give_a_lane_and_how_many_there_are(told):
+def test_typical_microbatches_cost_by_how_many_there_are_and_on_how_many_lanes(told):
+    work = Work(64, 64**2, 30)
     forward = {stage: Action(Kind.FORWARD, Stage(stage), 0) for stage in ("vision", "llm")}
 
     def seconds(own, routes):
-        rows = {"llm": 64, "vision": 64 * own.graph.llm.num_lanes // own.graph["vision"].num_lanes}
-        schedule = fill_typical(own, routes, PolicyOptions(), lambda name: Work(rows[name], rows[name] ** 2, 30))
+        schedule = fill_typical(own, routes, True, PolicyOptions(), work)
         assert schedule.routes == routes
         each = [told.durations(action) for action in compute(schedule)]
         assert all((seconds / grid(max(each))).is_integer() for seconds in each)

@@ -42,5 +42,5 @@ def drawn_lending(seed: int, most: int = 4) -> Iterator[list[int]]:
     def late(model: StepModel, routes: Routes, options: PolicyOptions, *_: object) -> Schedule:
         return bubble_fill(model.stages, routes, True, options)
 
-    with patch.object(Side, "lend", drawn), patch("hetmesh.resolve.schedules.fill_typical", late):
+    with patch.object(Side, "lend", drawn), patch("hetmesh.resolve.schedules.fill_typical_beside", late):
         yield done

@@ -86,7 +86,7 @@ class _Circle:
     cut: np.ndarray
     limit: int
     slack: float
-    block_cost: float = 0.0
+    block_cost: float
 
     def split(self, order: np.ndarray, parts: int) -> np.ndarray:
         """Which blocks of `order`, ascending and closed into a circle, go to the first half of `parts` ranks: bool."""
@@ -118,8 +118,7 @@ class _Circle:
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
         error = sums[stops] - (sums[:blocks] + share * sums[blocks])
         cost = np.abs(error)
-        if self.block_cost:
-            cost += self.block_cost * np.abs(np.arange(fewest, most + 1) - blocks * share)[:, None]
+        cost += self.block_cost * np.abs(np.arange(fewest, most + 1) - blocks * share)[:, None]
         cost *= _MISS_COST / self.slack
         np.maximum(cost, _MISS_COST, out=cost)
         cost += cut

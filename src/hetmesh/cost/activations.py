@@ -64,8 +64,8 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
     if tp > 1:  # rows that are joined to one weight
         casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
-    states = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
-    return round(itemsize * (rows * kept + casts) + rows * states)
+    besides = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * besides)
 
 
 def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
@@ -171,7 +171,7 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
 
 
 def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
-    """The most beyond what is kept while the forward runs; of a head by chunks as if it were one (`most_targets`).
+    """The most beyond what is kept while the forward runs; of a head by chunks as if all were one (`most_targets`).
 
     Of a layer that keeps what it computes that is next to nothing, but for the head: its logits live until the loss has
     made their probabilities, in half precision beside a copy in fp32.
@@ -193,10 +193,8 @@ def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
 def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
     is added to the sum, what is gathered again, and what is computed again."""
-    if not (how.upstream or layer.trainable):
+    if layer.by_chunks or not (how.upstream or layer.trainable):
         return 0
-    if layer.by_chunks:
-        return forward_bytes(layer, work, how) if how.recompute else 0
     itemsize, tp = how.itemsize, how.tp
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
     held = itemsize * max(weights, default=0)

@@ -77,9 +77,9 @@ def token_costs(shape: ModuleShape, itemsize: int) -> tuple[int, int]:
     if not any(layer.recurrences for layer in shape.layers):
         return 0, 0
     row, pair = (module_flops(shape, work, upstream=False).forward for work in (Work(1), Work(pairs=1)))
-    sent = sum(own.cut_bytes(itemsize).total for layer in shape.layers for own in layer.recurrences)
+    sent = [own.cut_bytes(itemsize) for layer in shape.layers for own in layer.recurrences]
     keys = sum(3 * 2 * layer.key_width * itemsize for layer in shape.layers)
-    return row // max(pair, 1), sent // max(keys, 1)
+    return row // max(pair, 1), sum(cut.forward + cut.backward for cut in sent) // max(keys, 1)
 
 
 _UNITS = (Work(rows=1), Work(pairs=1), Work(targets=1))

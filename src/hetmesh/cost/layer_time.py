@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import ITEMSIZES
 from hetmesh.cost.machine import Machine
-from hetmesh.cost.recurrence import Recurrence
+from hetmesh.cost.recurrence import MOVED, Recurrence
 from hetmesh.cost.saved_operations import ATTENTION, operations
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
@@ -119,7 +119,7 @@ def layer_time(
     width = layer.attention_width / split
     pairs = layer.pairs(work) / 2 if layer.causal else layer.pairs(work)
     attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
-    states = sum(_recurrence_seconds(own, rows, rates, split) for own in layer.recurrences)
+    states = sum(recurrence_seconds(own, rows, rates, split) for own in layer.recurrences)
     forward = attention + states + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable
     backward_input = 2 * (attention + states) + 2 * width * pairs / rates.flops if needed else 0.0
@@ -136,9 +136,9 @@ def layer_time(
     return replace(found, recompute=repeated + attention * (ATTENTION not in saved))
 
 
-def _recurrence_seconds(recurrence: Recurrence, rows: int, rates: Rates, split: int) -> float:
-    """Of the states of `rows`, of which a rank has `1 / split`: what is kept is written once and read once."""
-    moved = 2 * recurrence.kept_bytes(rates.itemsize) / rates.itemsize
+def recurrence_seconds(recurrence: Recurrence, rows: int, rates: Rates, split: int = 1) -> float:
+    """Of the states of `rows`, in a forward, where a rank has `1 / split` of the heads."""
+    moved = MOVED * recurrence.kept_bytes(rates.itemsize) / rates.itemsize
     return rates.seconds(recurrence.flops * rows / split, moved * rows / split)
 
 

@@ -164,6 +164,13 @@ def wiring(recipe: Recipe) -> Wiring:
         for name in recipe.modules:
             with refusals.collect():
                 media[name] = _media(recipe, topology, losses, name)
+    for b in topology.boundaries:
+        made, read = media.get(b.destination), media.get(b.source)
+        if b.destination in topology.after_llm and read is not None and made not in (None, read):
+            refusals.add(
+                f"modules.{b.source}.media: {b.source!r} reads {read!r}, and its rows are the targets of "
+                f"{b.destination!r}, which makes {made!r}; take an encoder of these"
+            )
     tables = {name: _table(recipe, topology, name) for name in recipe.modules}
     meshes: Mapping[str, MeshSpec] = {}
     with refusals.collect():
@@ -213,6 +220,11 @@ def _check_losses(losses: Mapping[str, LossSpec], topology: Topology) -> None:
                     f"{key} is missing: no module reads what {name!r} computes, so it needs a loss of its own; "
                     f"{topology.llm!r} is the LLM, to which rows with `at` go, or from which they come"
                 )
+        elif name in topology.after_llm and topology.outputs(name):
+            refusals.add(
+                f"{key}: {name!r} hands its rows on to {topology.outputs(name)[0].destination!r}; after "
+                f"{topology.llm!r} only modules that none reads have losses"
+            )
         elif loss.unit == "tokens" and name != topology.llm:
             where = f"{key}.kind = {loss.kind!r}" if loss.kind == "cross_entropy" else f"{key}.unit = 'tokens'"
             refusals.add(

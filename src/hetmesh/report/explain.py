@@ -81,15 +81,11 @@ def _cuts(plan: BatchPlan, shape: ModuleShape | None) -> Iterator[str]:
         return
     work = [rank_work(plan, llm.name, m) for m in range(plan.routes.count(llm.name))]
     cuts = sum(rank.cuts.all for ranks in work for rank in ranks[:: llm.mesh.axis_size("cp")])
-    layers = Counter(own for layer in shape.layers for own in layer.recurrences)
-    for own, count in layers.items():
+    for own, count in Counter(own for layer in shape.layers for own in layer.recurrences).items():
         sent = own.cut_bytes(llm.options.row_dtype.itemsize)
-        forward, backward = bytes_text(sent.forward), bytes_text(sent.backward)
-        yield (
-            f"context parallelism of {llm.name}: {counted(cuts, 'cut')} of samples in this batch, each "
-            f"{forward} forward and {backward} backward of states in each of {counted(count, 'layer')} with a "
-            "recurrence, whatever the lengths"
-        )
+        each = f"{bytes_text(sent.forward)} forward and {bytes_text(sent.backward)} backward of states"
+        text = f"context parallelism of {llm.name}: {counted(cuts, 'cut')} of samples in this batch, each {each}"
+        yield f"{text} in each of {counted(count, 'layer')} with a recurrence, whatever the lengths"
 
 
 def _module(

@@ -279,7 +279,7 @@ def check_first_batch(resolved: ResolvedRecipe) -> list[str]:
             raise RecipeError(f"balance.max_tokens: the first batch cannot keep it: {error}") from error
     counts = {name: metas.rows.get(name + LOSS_UNITS, metas.num_targets).sum() for name in losses}
     return [
-        f"modules.{name}.loss: the first batch has no {losses[name].unit} of it; training.seq_len = "
+        f"modules.{name}.loss: the first batch has none of the {losses[name].unit} that it counts; training.seq_len = "
         f"{resolved.recipe.training.seq_len} may cut them"
         for name, count in counts.items()
         if not count

@@ -7,15 +7,16 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.errors import RecipeError, ScheduleError
 from hetmesh.formatting import counted
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
-from hetmesh.resolve.splits import Typical
+from hetmesh.resolve.splits import TYPICAL, Typical
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, uses_collectives
 from hetmesh.simulate import StepModel
-from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical
+from hetmesh.simulate.fill_bubbles import fill_bubbles, fill_typical, fill_typical_beside
 
 
 def recipe_schedule(recipe: Recipe, graph: ModuleGraph, routes: Routes | int, training: bool = True) -> Schedule:
@@ -65,8 +66,10 @@ class StepSchedules:
                 self._newest = plan, fill_bubbles(self.model, plan, training, options, beside=beside)
             return self._newest[1]
         found = self._typical.pop(plan.routes, None)
-        if found is None:
-            found = fill_typical(self.model, plan.routes, options, self.typical.of, beside)
+        if found is None and beside:
+            found = fill_typical_beside(self.model, plan.routes, options, self.typical.of, beside)
+        elif found is None:
+            found = fill_typical(self.model, plan.routes, training, options, TYPICAL)
         self._typical[plan.routes] = found  # last: the first is that of longest ago
         if len(self._typical) > MAX_TYPICAL:
             del self._typical[next(iter(self._typical))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetmesh.balance import BatchPlan
-from hetmesh.cost import Lanes, StageCost, StepCosts, Work
+from hetmesh.cost import Lanes, Rates, StageCost, StepCosts, Work, module_times
 from hetmesh.graph import Route, Routes, Stage
 from hetmesh.schedule import Action, Kind, PolicyOptions, Schedule, bubble_fill
 from hetmesh.simulate import StepModel, simulate
@@ -84,13 +84,34 @@ def on_grid(costs: StepCosts) -> StepCosts:
     )
 
 
-def fill_typical(
-    model: StepModel, routes: Routes, options: PolicyOptions, work: Callable[[str], Work], beside: Collection[str] = ()
+def fill_typical_beside(
+    model: StepModel, routes: Routes, options: PolicyOptions, work: Callable[[str], Work], beside: Collection[str]
 ) -> Schedule:
-    """`fill_bubbles` for the microbatches of a training step that are all alike: `work` as in
-    `StepModel.typical_costs`."""
+    """`fill_bubbles` for microbatches that are all alike: `work` as in `StepModel.typical_costs`."""
     costs = replace(model.typical_costs(routes, work), lanes=_lanes(model, routes))
     return _by_costs(costs, model, routes, True, options, beside)
+
+
+def fill_typical(model: StepModel, routes: Routes, training: bool, options: PolicyOptions, work: Work) -> Schedule:
+    """`bubble_fill` for microbatches that are all alike: `work` on each lane of the LLM, and as many rows."""
+    graph, costs = model.graph, {}
+    for name in graph.order:
+        spec = graph[name]
+        upstream = any(map(graph.needs_gradient, graph.inputs(name)))
+        times = module_times(model.shape(name), work, Rates(1.0), upstream=upstream, tp=spec.mesh.axis_size("tp"))
+        times_as_many = routes.count(graph.llm.name) / max(routes.count(name), 1)  # its microbatches hold as much less
+        share = times_as_many * graph.llm.num_lanes / (spec.num_lanes * spec.mesh.axis_size("cp"))
+        for stage in model.stages.of_module(name):
+            own = [times[layer] for layer in spec.stage_layers(stage.index) if layer in times] or [*times.values()]
+            costs[stage] = StageCost(
+                share * sum(time.forward for time in own),
+                share * sum(time.backward_input for time in own),
+                share * sum(time.backward_weight for time in own),
+            )
+    alike = {(stage, m): cost for stage, cost in costs.items() for m in range(routes.count(stage.module))}
+    alike = dict(on_grid(StepCosts(alike)).stages)
+    lanes = _lanes(model, routes)
+    return bubble_fill(model.stages, routes, training, options, durations=_durations(alike, 0.0), lanes=lanes)
 
 
 def _lanes(model: StepModel, routes: Routes) -> Lanes:

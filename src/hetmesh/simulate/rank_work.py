@@ -64,16 +64,24 @@ def _shares(
 ) -> list[RankWork]:
     """Of the ranks that share the tokens of a lane."""
     llm = module.name == plan.graph.llm.name
-    unit, twice = module.tokens_per_row or 1, 2 if llm else 1
-    shares = [coalesce(sorted(share)) for share in tokens.shares]
-    wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(shares) > 1 else () for runs in shares]
     predicting = _predicting(samples, tokens.starts) if llm else ()
+    return shared_work(mask, tokens.shares, module, llm=llm, predicting=predicting)
+
+
+def shared_work(
+    mask: Mask, shares: Sequence[Intervals], module: ModuleSpec, *, llm: bool, predicting: Intervals = ()
+) -> list[RankWork]:
+    """Of the ranks that share the tokens of one row of `module`, each keeping its part of `shares`. `predicting`: the
+    positions that predict a target."""
+    unit, twice = module.tokens_per_row or 1, 2 if llm else 1
+    kept = [coalesce(sorted(share)) for share in shares]
+    wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(kept) > 1 else () for runs in kept]
     found = []
-    for r, runs in enumerate(shares):
+    for r, runs in enumerate(kept):
         rows, pairs = extent(runs) // unit, twice * computed_entries(mask, runs) // unit**2
         work = Work(max(rows, 1) if llm else rows, pairs, overlap(predicting, runs))
         others = sum(overlap(keys, runs) for o, keys in enumerate(wanted) if o != r)
-        cuts = rank_cuts(mask, tokens.shares, r) if any(module.token_costs) else RankCuts()
+        cuts = rank_cuts(mask, tuple(shares), r) if any(module.token_costs) else RankCuts()
         found.append(RankWork(work, extent(wanted[r]) - overlap(wanted[r], runs), others, cuts))
     return found
 
@@ -81,9 +89,8 @@ def _shares(
 def rank_cuts(mask: Mask, shares: tuple[Intervals, ...], rank: int) -> RankCuts:
     """Of one of the ranks that share the tokens of a lane."""
     pieces = plan_pieces(mask, shares, rank)
-    cuts = pieces.cuts
-    rows = int(np.diff(pieces.bounds)[cuts.leaving].sum())
-    return RankCuts(len(cuts), len(cuts.leaving), len(cuts.entering), rows)
+    cuts, rows = pieces.cuts, np.diff(pieces.bounds)
+    return RankCuts(len(cuts), len(cuts.leaving), len(cuts.entering), int(rows[cuts.leaving].sum()))
 
 
 def computed_entries(mask: Mask, runs: Intervals) -> int:

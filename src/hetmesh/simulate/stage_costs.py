@@ -11,22 +11,14 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
-from hetmesh.cost import (
-    LayerOptions,
-    LayerShape,
-    Machine,
-    ModuleShape,
-    Parts,
-    StageBytes,
-    StageCost,
-    StageParts,
-    Work,
-    layer_flops,
-)
+from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_gather, all_reduce, carry_time, gradient_sum_time, link
 from hetmesh.cost.head import most_targets
+from hetmesh.cost.layer_time import Rates, layer_time, recurrence_seconds
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
+from hetmesh.cost.work import Work
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
 from hetmesh.layout.hashing import memoized
@@ -36,6 +28,7 @@ from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
 _FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS = range(len(PARTS))
+_MANY = 1 << 20  # rows, beside which what does not grow with them is nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,15 +123,14 @@ class StageCosts:
         ranks = [rank for microbatch in each for rank in microbatch]
         work = np.array([(1, r.work.rows, r.work.pairs, r.work.targets) for r in ranks], float)
         parts = work @ self._coefficients
+        moments, targets = self._moments
+        each_kind = np.tensordot(work[:, :3], moments[:3], 1) + np.minimum(work[:, 3:, None], targets) * moments[3]
+        parts[:, _MOMENTS] = each_kind.max(-1, initial=0.0)
         if self._size("cp") > 1:
             fetch = np.array([(r.fetched, r.served) for r in ranks], float)
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-        moments, targets = self._moments
-        each_kind = np.tensordot(work[:, :3], moments[:3], 1) + np.minimum(work[:, 3:, None], targets) * moments[3]
-        parts[:, _MOMENTS] = each_kind.max(-1, initial=0.0)
-        if self._size("cp") > 1:
             parts += self._carried(ranks)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
@@ -266,18 +258,20 @@ class StageCosts:
 
     def _carried(self, ranks: Sequence[RankWork]) -> np.ndarray:
         """What recurrences add at cuts of samples: float64 `[ranks, parts]`. Maps of the pieces before them take as
-        much of their layer's seconds as of its FLOPs."""
+        much of their layer's seconds as sizes say."""
         found = np.zeros((len(ranks), len(PARTS)))
         for (kind, how), count in self._layers.items():
             if not kind.recurrences:
                 continue
             per_row, split = self.module.layers.of(kind, how)[1], self._size("tp") if kind.splits_attention else 1
-            whole = layer_flops(kind, Work(1), upstream=True).forward
+            rates = Rates.of(self.machine, how.dtype, self.machine.peak(how.dtype) or TYPICAL_PEAK)
+            whole = layer_time(kind, Work(_MANY), rates, upstream=True).forward
             measured = self.module.layers.measured_collectives(kind, how) is not None
             for own, (i, rank) in itertools.product(kind.recurrences, enumerate(ranks)):
                 sent = carry_time(own.cut_bytes(how.itemsize, split), rank.cuts, self._group("cp"), self.machine)
                 ahead, back = (0.0, 0.0) if measured else (sent.forward, sent.backward)
-                mapped = rank.cuts.rows * per_row[_FORWARD] * own.map_flops / whole
+                share = recurrence_seconds(own.mapping, _MANY, rates) / whole
+                mapped = rank.cuts.rows * per_row[_FORWARD] * share
                 found[i, [_FORWARD, _SUMS]] += count * np.array([mapped, ahead])
                 if self.backward:
                     later = np.array([2 * mapped, how.recompute * mapped, back + how.recompute * ahead])

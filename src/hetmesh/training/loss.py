@@ -55,10 +55,13 @@ def _rows_of(batch: Mapping[str, Tensor], which: slice | Tensor, n: int) -> dict
 
 
 def by_module(loss: CustomLosses | None, graph: ModuleGraph) -> dict[str, CustomLoss]:
-    """Custom losses by module. Raises RecipeError: of a module that has no loss."""
+    """Custom losses by module. Raises RecipeError: of a module that has no loss, or no function."""
     given = {} if loss is None else dict(loss) if isinstance(loss, Mapping) else {graph.llm.name: loss}
     if wrong := sorted(given.keys() - graph.losses.keys()):
         raise RecipeError(f"loss of {wrong[0]!r}: the modules with a loss are {', '.join(graph.losses)}")
+    for name, each in given.items():
+        if not callable(each):
+            raise RecipeError(f"loss of {name!r}: must be a function (output, batch) -> summed loss, got {each!r:.80}")
     return given
 
 
