@@ -28,7 +28,7 @@ def pieces(window, width=16):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q = draw(2, 2 * extent(plan.own.runs), width)
-    works = [plan.own, *(chunk.work for chunk in plan.chunks)]
+    works = [plan.own, *(each for _, each in plan.chunks)]
     sizes = [int((work.keys.stops - work.keys.starts).sum()) for work in works]
     return q, draw(*q.shape), [(work, draw(n, 2, 2, width)) for work, n in zip(works, sizes, strict=True)], plan.masks
 
@@ -77,7 +77,7 @@ def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
         q = torch.randn(2, 2 * extent(plan.own.runs), 16, generator=generator)
         works = [
             (w, torch.randn(int((w.keys.stops - w.keys.starts).sum()), 2, 2, 16, generator=generator))
-            for w in [plan.own, *(chunk.work for chunk in plan.chunks)]
+            for w in [plan.own, *(each for _, each in plan.chunks)]
         ]
         terms = Terms(plan.masks, 0.2, 2)
         with torch.no_grad():
@@ -114,7 +114,7 @@ def test_two_head_configurations_are_compiled_apart(monkeypatch):
 
 def test_block_masks_are_kept_for_as_long_as_their_plan():
     made = [plan_attention.__wrapped__(MASK, assign(MASK, 3), i, None, 64) for i in range(3)] * 2
-    works = [work for plan in made for work in (plan.own, *(chunk.work for chunk in plan.chunks)) if work.calls]
+    works = [work for plan in made for work in (plan.own, *(each for _, each in plan.chunks)) if work.calls]
     before = len(context_flex._block_masks)
     masks = [context_flex.block_mask(work, made[0].masks, 256, 256, torch.device("cpu")) for work in works * 8]
     each = len(works) // 2

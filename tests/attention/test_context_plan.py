@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from random_contexts import random_mask, random_shares
 
-from hetmesh.attention.attention_plan import fetch_order, plan_attention, window_keys
+from hetmesh.attention.attention_plan import fetch_order, plan_attention
 from hetmesh.context import assign, needed_keys, text_with_instances, visible
 from support.mask_families import families
 
@@ -31,9 +31,9 @@ def test_needed_blocks_under_a_window_equal_brute_force(window):
             for block in (1, 16):
                 some = seen[rows(runs)].any(0)
                 wanted = [j for j in range(mask.length) if some[j // block * block : (j // block + 1) * block].any()]
-                assert rows(window_keys(mask, runs, window, block)) == wanted
+                assert rows(needed_keys(mask, runs, block, window)) == wanted
                 if window is None:
-                    assert window_keys(mask, runs, mask.length, block) == needed_keys(mask, runs, block)
+                    assert needed_keys(mask, runs, block, mask.length) == needed_keys(mask, runs, block)
 
 
 def test_chunks_bring_what_is_needed_once_and_are_bounded():
@@ -63,7 +63,7 @@ def test_calls_cover_every_visible_pair_once(window):
         plan = plan_attention(mask, shares, 1, window, 100)
         count = np.zeros(seen.shape, np.int64)
         queries = np.array(rows(shares[1]), np.int64)
-        for work in (plan.own, *(chunk.work for chunk in plan.chunks)):
+        for work in (plan.own, *(each for _, each in plan.chunks)):
             place = np.full(4 * mask.length + 400, -1)
             for a, b, row in zip(work.keys.starts, work.keys.stops, work.keys.rows, strict=True):
                 place[row : row + b - a] = np.arange(a, b)
@@ -85,7 +85,7 @@ def test_few_pairs_are_computed_in_vain():
     """Blocks of one kind pay for what they see and a diagonal; tiles of 128 x 32 would pay for more."""
     mask = families(16_384)["image_bits"]
     plan = plan_attention(mask, assign(mask, 2), 0, None, 2048)
-    calls = [call for work in (plan.own, *(chunk.work for chunk in plan.chunks)) for call in work.calls]
+    calls = [call for work in (plan.own, *(each for _, each in plan.chunks)) for call in work.calls]
     sizes = [(b - a) * sum(d - c for c, d in call.keys) for call in calls for a, b in [call.rows]]
     masked = sum(size for size, call in zip(sizes, calls, strict=True) if call.positions)
     assert masked < 0.05 * sum(sizes)
@@ -97,4 +97,4 @@ def test_a_rank_without_rows_still_serves_others():
     plan = plan_attention(mask, (((0, 400),), ()), 1, None, 128)
     assert (plan.own.runs, plan.own.calls, plan.chunks) == ((), (), ())
     plan = plan_attention(mask, (((0, 200),), ((200, 400),)), 0, None, 128)
-    assert sum(b - a for chunk in plan.chunks for a, b in chunk.places) == 200
+    assert sum(b - a for taken, _ in plan.chunks for a, b in taken.places) == 200

@@ -66,7 +66,7 @@ def test_context_parallel_ranks_share_tokens_targets_and_entries():
             assert [r.fetched for r in ranks] == [sum(extent(chunk[i]) for chunk in taken) for i in range(2)]
             for i, rank in enumerate(ranks):
                 attention = plan_attention(mask, shares, i, None, 256)
-                calls = [c for work in (attention.own, *(chunk.work for chunk in attention.chunks)) for c in work.calls]
+                calls = [c for work in (attention.own, *(each for _, each in attention.chunks)) for c in work.calls]
                 computed = sum((c.rows[1] - c.rows[0]) * extent(c.keys) for c in calls)
                 assert rank.work.pairs == 2 * computed
             assert sum(r.served for r in ranks) == sum(r.fetched for r in ranks)

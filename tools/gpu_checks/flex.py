@@ -147,7 +147,7 @@ def pieces_of(mask: Mask, window: int | None) -> tuple[AttentionPlan, Tensor, li
     shares = assign(mask, 3)
     plan = plan_attention(mask, shares, 1, window, 4096)
     rows = positions(shares[1])
-    pieces = [Piece(positions(chunk.taken.intervals[1]), chunk.work) for chunk in plan.chunks]
+    pieces = [Piece(positions(taken.taken.intervals[1]), work) for taken, work in plan.chunks]
     return plan, rows, [Piece(rows, plan.own), *pieces]
 
 

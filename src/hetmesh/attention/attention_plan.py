@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from hetmesh.attention.key_blocks import BLOCK, Blocks, Buffer, KernelCalls, PartialMasks
-from hetmesh.context import Mask, needed_keys, tile_intervals
+from hetmesh.context import Mask, needed_keys
 from hetmesh.context.mask_sources import merge, ragged
 from hetmesh.context.token_owners import cut_out
 from hetmesh.layout import Intervals, RowSplit
@@ -74,7 +74,7 @@ def fetch_order(
     positions that it takes, owner by owner, ascending within each."""
     ranks = len(shares)
     owners = _owners(shares)
-    held_by = [_by_owner(window_keys(mask, runs, window), owners, ranks) for runs in shares]
+    held_by = [_by_owner(needed_keys(mask, runs, BLOCK, window), owners, ranks) for runs in shares]
     pieces = [[by_owner[(r + step) % ranks] for step in range(ranks)] for r, by_owner in enumerate(held_by)]
     chunks: list[tuple[Intervals, ...]] = []
     received = sent = np.zeros(ranks, np.int64)
@@ -91,24 +91,6 @@ def fetch_order(
                 received, sent = part, gives
                 chunks.append(taken)
     return tuple(chunks)
-
-
-def window_keys(mask: Mask, runs: Intervals, window: int | None, block: int = BLOCK) -> Intervals:
-    """`needed_keys` under a sliding window: blocks with a key that some row of `runs` sees, nearer than `window`."""
-    if window is None:
-        return needed_keys(mask, runs, block)
-    spans = np.array(sorted(runs), np.int64).reshape(-1, 2)
-    run, segment = ragged(mask.stops.searchsorted(spans[:, 0], "right"), mask.starts.searchsorted(spans[:, 1]))
-    first = np.maximum(mask.starts[segment], spans[run, 0])
-    stop = np.minimum(mask.stops[segment], spans[run, 1])
-    # Rows first, ..., stop - 1 are alike: the last one sees all that the others see, and their windows are one range.
-    seen = tile_intervals(mask, np.append(np.stack([stop - 1, stop], axis=1), mask.length), 1)
-    row, at = ragged(seen.first[:-1:2], seen.first[1::2])
-    low = np.maximum(seen.starts[at], first[row] - window + 1)
-    high = np.minimum(seen.stops[at], stop[row] + window - 1)
-    near = low < high
-    low, high = merge(low[near] // block * block, -(-high[near] // block) * block)
-    return tuple(zip(low.tolist(), np.minimum(high, mask.length).tolist(), strict=True))
 
 
 def _owners(shares: tuple[Intervals, ...]) -> Buffer:

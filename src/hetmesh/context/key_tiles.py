@@ -85,16 +85,20 @@ def tile_intervals(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileInterva
     return TileIntervals(first, a - group * tiles, b - group * tiles)
 
 
-def needed_keys(mask: Mask, queries: Intervals, block: int = 128) -> Intervals:
-    """The key blocks with a key that some row of `queries` sees, as ascending position intervals on multiples of
-    `block` (the last one ends with the sequence).
-
-    Time grows with segments, not with rows: of all rows of one kind the last one sees the most.
-    """
-    spans = np.array(sorted(queries), np.int64)
-    found = tile_intervals(mask, np.append(spans, mask.length), block)
-    _, at = ragged(found.first[:-1:2], found.first[1::2])  # what lies between spans is a group, too
-    low, high = merge(found.starts[at] * block, found.stops[at] * block)
+def needed_keys(mask: Mask, queries: Intervals, block: int = 128, window: int | None = None) -> Intervals:
+    """The key blocks with a key that some row of `queries` sees, nearer than `window` under a sliding one, as ascending
+    position intervals on multiples of `block` (the last one ends with the sequence). Time grows with segments, not with
+    rows."""
+    spans = np.array([(a, b) for a, b in sorted(queries) if a < b], np.int64).reshape(-1, 2)
+    run, segment = ragged(mask.stops.searchsorted(spans[:, 0], "right"), mask.starts.searchsorted(spans[:, 1]))
+    first = np.maximum(mask.starts[segment], spans[run, 0])
+    stop = np.minimum(mask.stops[segment], spans[run, 1])
+    # Rows first, ..., stop - 1 are alike: the last one sees all that the others see, and their windows are one range.
+    row, low, high = _seen_by(mask, stop - 1)
+    if window is not None:
+        low, high = np.maximum(low, first[row] - window + 1), np.minimum(high, stop[row] + window - 1)
+    near = low < high
+    low, high = merge(low[near] // block * block, -(-high[near] // block) * block)
     return tuple(zip(low.tolist(), np.minimum(high, mask.length).tolist(), strict=True))
 
 
@@ -114,12 +118,10 @@ def full_tiles(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileIntervals:
     rows = np.bincount(group, stop - first, groups)
     pieces = np.where(rows == np.diff(edges), np.bincount(group, minlength=groups), 0)
 
-    # Each first row is a separate group, those between them are left out.
-    seen = tile_intervals(mask, np.append(np.stack([first, first + 1], axis=1), mask.length), 1)
-    row, at = ragged(seen.first[:-1:2], seen.first[1::2])
+    row, start, stop = _seen_by(mask, first)
     base = group[row] * stride
-    edge = np.concatenate([seen.starts[at] + base, seen.stops[at] + base])
-    step = np.repeat([1, -1], len(at))
+    edge = np.concatenate([start + base, stop + base])
+    step = np.repeat([1, -1], len(row))
     order = np.lexsort((step, edge))
     edge, common = edge[order], step[order].cumsum()
     owner = edge // stride
@@ -129,6 +131,14 @@ def full_tiles(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileIntervals:
     starts, stops = -(-starts // tile), np.where(stops == mask.length, -(-stops // tile), stops // tile)
     whole = starts < stops
     return TileIntervals(np.searchsorted(owner[whole], np.arange(groups + 1)), starts[whole], stops[whole])
+
+
+def _seen_by(mask: Mask, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys that ascending rows see, as intervals: the number of the row, first key, and one past the last."""
+    # Each is a separate group, those between them are left out.
+    seen = tile_intervals(mask, np.append(np.stack([rows, rows + 1], axis=1), mask.length), 1)
+    row, at = ragged(seen.first[:-1:2], seen.first[1::2])
+    return row, seen.starts[at], seen.stops[at]
 
 
 def _sources_of_rows(mask: Mask, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
