@@ -89,6 +89,7 @@ def test_one_compiled_kernel_serves_all_sizes(monkeypatch):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.exhaustive  # compiling twice takes seconds
 @pytest.mark.slow
 def test_two_head_configurations_are_compiled_apart(monkeypatch):
     """Past 8 graphs of one function dynamo gives up: each configuration and gradient mode has a function of its own.

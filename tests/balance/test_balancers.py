@@ -54,7 +54,7 @@ def _cap(rng, column, bins):
     return int(2 * max(column.sum() / bins, column.max())) + 1
 
 
-@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.exhaustive)], ids=len)
 def test_a_thousand_batches(seeds):
     rng = np.random.default_rng(0)
     kinds = dict.fromkeys(("deferred", "capped", "three", "text", "padded", "other"), 0)

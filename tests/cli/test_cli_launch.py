@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.often import some
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -88,7 +90,9 @@ def test_a_bug_shows_its_traceback_once(start):
     assert_gone(out)
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kill", some((signal.SIGTERM, signal.SIGKILL), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL))
+)
 def test_ending_the_command_ends_its_workers(start, kill):
     process = start("time.sleep(600)")
     out = process.printed("pid ", 4)

@@ -44,6 +44,7 @@ def test_a_profile_may_be_printed_and_take_the_place_of_one_of_other_modules(cap
     assert set(json.loads(capsys.readouterr().out)["layers"]) == set(Profile.load(path).layers)
 
 
+@pytest.mark.exhaustive  # those of tensor parallelism are above
 @pytest.mark.slow
 def test_collectives_of_context_parallelism_are_measured(pool, tmp_path):
     recipe = load_recipe(DIGITS.replace("digits.", "digits_long."), ("--training.local_batch_size=4",))

@@ -6,7 +6,7 @@ import pytest
 
 from support.dry_run_cases import FOLDER, dry, grouped, left_behind, printed
 
-KINDS = ("digits_cp_pp", "digits_video")
+KINDS = ("digits_cp_pp",)
 OTHERS = sorted({path.stem for path in FOLDER.glob("digits*.toml")} - set(KINDS))
 SHARED = ("context_parallel_degree=1", "tensor_parallel_degree=2", "enable_sequence_parallel=true")
 
@@ -72,6 +72,7 @@ MUON = (
 )
 
 
+@pytest.mark.exhaustive  # training/test_custom_optimizers.py has it on ranks
 @pytest.mark.slow
 def test_optimizers_by_class_update_shards_and_gather_what_they_need_whole(apart):
     """On each rank: the meshes of one dry run are not those of the next."""
@@ -109,7 +110,7 @@ IN_GAPS = (
 
 @pytest.mark.slow
 def test_what_a_generator_keeps_in_gaps_does_not_grow_with_the_microbatches(apart):
-    counts = 8, 24
+    counts = 6, 12
     runs = [apart(dry, "digits_draw", 1, *IN_GAPS, f"--training.local_batch_size={8 * n}")[0] for n in counts]
     held = [[span.peak for span in run.actions if str(span.label).startswith("drawer.0 ")] for run in runs]
     assert [len(peaks) for peaks in held] == [2 * n + 1 for n in counts]  # forwards, backwards, one sum

@@ -74,6 +74,7 @@ def test_what_was_trained_on_shards_is_what_one_process_trains_and_exports(pool4
     assert all(torch.allclose(one[key], four[key], rtol=0, atol=1e-12) for key in one)
 
 
+@pytest.mark.exhaustive  # training/test_expert_directories.py has experts on an axis of their own
 @pytest.mark.parametrize(
     "layout", [FSDP, pytest.param(TP_AND_PP, marks=pytest.mark.exhaustive)], ids=["FSDP", "TP and PP"]
 )

@@ -306,7 +306,7 @@ def check(pool4: WorkerPool, folder: Path, name: str, case: Case) -> None:
     check_logits(exported, ranks, given)
 
 
-QUICK = ("qwen3_vl_moe",)
+QUICK: tuple[str, ...] = ()
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ at = "image"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [None, SIGLIP], ids=["CLIP", "SigLIP"])
+@pytest.mark.parametrize("modules", [pytest.param(None, marks=pytest.mark.exhaustive), SIGLIP], ids=["CLIP", "SigLIP"])
 def test_the_recipe_of_llava_gives_a_processor_too(pool, tmp_path, capsys, modules):
     from PIL import Image
     from transformers import AutoProcessor

@@ -26,6 +26,7 @@ from hetmesh.resolve.refusals import check_recipe
 from hetmesh.testing.sources import RandomMedia
 from hetmesh.training.one_process import OneProcess, on_one_rank
 from support import tiny_vlms
+from support.often import some
 
 RECIPES = tiny_vlms.Path(__file__).parents[2] / "recipes"
 LONG = 9
@@ -61,8 +62,11 @@ def by_transformers(model, index):
     return out.sequences[0, ids.shape[1] :].tolist(), torch.cat(out.logits)
 
 
+ASKED = ("llava", "qwen3_vl", "gemma3", "paligemma", "mistral3", "qwen2_5_vl")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "paligemma", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", some(("llava", "gemma3", "qwen2_5_vl"), ASKED))
 def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path)).replace("float64", "float32"))
     model = OneProcess.load(given)

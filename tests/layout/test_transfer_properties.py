@@ -148,6 +148,7 @@ def test_random_small_pairs(pair):
     check_everything(pair)
 
 
+@pytest.mark.exhaustive  # the same laws on smaller pairs are above
 @pytest.mark.slow
 @settings(max_examples=900)
 @given(strategies.layout_pairs(12, max_axes=4, max_side=12))

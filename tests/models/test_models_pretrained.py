@@ -487,8 +487,6 @@ PAIRS = {
     "siglip-qwen3": ({"vocab_size": 37}, "[modules.llm.lora]\nrank = 2\n"),
 }
 OFTEN = {
-    ("siglip-qwen3", "FSDP 2 x tensor parallel 2"),
-    ("whisper-qwen3", "HSDP 2 x 2"),
     ("clip-llama", "FSDP 2, offloaded and checkpointed"),
 }
 

@@ -106,7 +106,7 @@ class Pair:
 
 
 PAIRS = {
-    "SigLIP 2, Llama": Pair(siglip, lambda: causal("Llama"), "vision_model", "image", 16, (LAYOUTS[SP], STAGES)),
+    "SigLIP 2, Llama": Pair(siglip, lambda: causal("Llama"), "vision_model", "image", 16, (LAYOUTS[SP],)),
     "Whisper, Qwen3": Pair(whisper, lambda: causal("Qwen3"), "model.encoder", "audio", 8, (LAYOUTS[FSDP], STAGES)),
     "DINOv2, Gemma 3": Pair(dinov2, gemma3, "", "image", 17, (LAYOUTS[CP_PP], LAYOUTS[FSDP])),
     "CLIP, Mistral": Pair(clip, lambda: causal("Mistral"), "vision_model", "image", 17, ()),

@@ -23,6 +23,7 @@ from hetmesh.models.named.mlp import MlpAdapter
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing import parity
+from support.often import some
 
 PAGE = (Path(hetmesh.models.user.__file__).parent / "README.md").read_text(encoding="utf-8")
 
@@ -102,13 +103,11 @@ def laid_out(example, name, *overrides):
     return load_recipe(path, overrides)
 
 
-WITHIN_OTHERS = "tower TP 2 with SP, LLM PP 2"
+OFTEN = [name for name in LAYOUTS if "see all" in name]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.exhaustive) if each == WITHIN_OTHERS else each for each in LAYOUTS]
-)
+@pytest.mark.parametrize("name", some(OFTEN, LAYOUTS))
 def test_the_example_equals_one_process_in_every_layout(pool4, example, name):
     mask = ("--modules.llm.attention_mask", "bidirectional_media") if "see all" in name else ()
     parity.check(pool4, laid_out(example, name, *mask), 2)

@@ -62,7 +62,7 @@ def without():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "save_ops"),
-    [("full", SAVE_OPS), ("selective", SAVE_OPS), ("selective", ["aten.mm"])],
+    [("full", SAVE_OPS), ("selective", SAVE_OPS), pytest.param("selective", ["aten.mm"], marks=pytest.mark.exhaustive)],
 )
 def test_blocks_are_compiled_also_under_activation_checkpointing(without, mode, save_ops):
     """As many graphs as without (the first block's input needs no gradient), none of them interrupted."""

@@ -15,6 +15,7 @@ from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.planning import recipe_problem
 from hetmesh.resolve.resolved import resolve
+from support.often import some
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +81,7 @@ def every(problem):
     return (way for each in plans for way in variants(problem, each))
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(2, 50))])
+@pytest.mark.parametrize("seed", some((1,), range(50)))
 def test_the_optimum_is_that_of_brute_force(seed):
     problem = random_problem(seed)
     plans = list(every(problem))
@@ -96,7 +97,7 @@ def test_the_optimum_is_that_of_brute_force(seed):
         assert filled or found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
 
 
-@pytest.mark.parametrize("seed", [36, 45, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in OTHERS)])
+@pytest.mark.parametrize("seed", some((36,), (36, 45, *OTHERS)))
 def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monkeypatch, seed):
     """The problems above are so small that a search simulates whatever there is; here it has to choose, as in large
     ones. Of seeds 4 to 49 38 find the optimum itself, and one misses it by 0.1%. Seven fail: where memory is nearly

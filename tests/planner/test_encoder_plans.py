@@ -129,9 +129,7 @@ LARGE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["along", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (*LARGE,) if n != "along")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive) for name in LARGE])
 def test_c2_what_is_planned_for_3072_ranks_is_what_its_recipe_simulates(name, tmp_path):
     """Of the winners of a search, and of what else a recipe can say."""
     given, plan = problem(3072, "mllm_22b_175b"), LARGE[name]

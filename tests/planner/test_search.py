@@ -25,8 +25,11 @@ from hetmesh.report.plan_text import nothing_found
 from hetmesh.resolve.planning import not_kept, planned_text, recipe_problem
 from hetmesh.resolve.resolved import resolve
 from hetmesh.simulate import LayerCosts
+from support.often import some
 
 pytestmark = pytest.mark.slow
+
+PLANNED = ("digits_single", "digits_cp_pp", "digits_lora", "digits_omni")
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -224,7 +227,7 @@ def test_a_layout_per_module_is_no_slower_than_the_shared_one_on_the_same_ranks(
 
 def test_what_is_fixed_stays():
     fixed = {"llm.tensor_parallel_degree": 2, "vision.activation_checkpoint": "full", "microbatch_size": 2}
-    found = search(problem(4, 16, fixed=fixed))
+    found = search(problem(4, 8, fixed=fixed))
     for best in found.best.values():
         for each in best:
             assert each.plan.modules["llm"].degree("tp") == 2
@@ -338,7 +341,7 @@ def test_a_few_lanes_stand_for_all_where_samples_are_alike(placement):
     assert few.peak_bytes == all_of_them.peak_bytes
 
 
-@pytest.mark.parametrize("recipe", ["digits_single", "digits_cp_pp", "digits_lora", "digits_omni"])
+@pytest.mark.parametrize("recipe", some(("digits_cp_pp", "digits_omni"), PLANNED))
 def test_what_is_planned_is_what_is_written_and_all_else_stays(recipe):
     """Packing, frozen layers and stages too: `planned_text` refuses what differs."""
     path = RECIPES / f"{recipe}.toml"

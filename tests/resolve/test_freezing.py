@@ -52,9 +52,7 @@ def watched(rank, recipe):
 
 
 OFTEN = {
-    ("digits", "projector only"),
     ("digits_colocated", "LoRA in encoder and some layers"),
-    ("digits_overlapping", "frozen encoder"),
 }
 
 
@@ -206,8 +204,8 @@ LATE = {
 """What is trained begins in the last of two stages."""
 
 
-SPLIT = ("interleaved", "zero_bubble")
-"""What has several stages on a rank, and a backward in two parts; the others go the way of one of these."""
+SPLIT = ("zero_bubble",)
+"""What has a backward in two parts."""
 
 
 @pytest.mark.slow

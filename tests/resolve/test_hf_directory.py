@@ -63,6 +63,7 @@ def test_a_directory_and_a_folder_of_images_train(recipe, capsys):
     assert len(metrics) >= 2
 
 
+@pytest.mark.exhaustive  # test_starter.py has it by the commands of README
 @pytest.mark.slow
 def test_a_run_of_a_directory_is_asked_and_exported(recipe, capsys):
     from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration

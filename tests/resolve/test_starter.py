@@ -148,6 +148,7 @@ def test_each_form_of_data_trains_at_the_first_try(prepared, capsys, tmp_path, m
         assert job.forward_backward().finite
 
 
+@pytest.mark.exhaustive  # the planner has tests of what fits
 @pytest.mark.slow
 def test_another_machine_gets_as_many_ranks_as_hold_the_model(root, written):
     assert written("--data", "pets", "--machine", "small.toml", "--write", "few.toml") == ""

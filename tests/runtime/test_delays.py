@@ -13,6 +13,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.step_runner import StepRunner
 from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
+from support.often import some
 
 RECIPE = """
 [modules.vision]
@@ -97,7 +98,7 @@ def delayed_steps(rank, recipe, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(("zero_bubble", "bubble_fill"), CASES))
 def test_random_delays_never_deadlock_and_never_change_gradients(pool4, case):
     recipe = parse_recipe(RECIPE.format(policy=case.split()[0], **CASES[case]))
     for equal in pool4.run(delayed_steps, recipe, 8, timeout=120):

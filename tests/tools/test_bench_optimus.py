@@ -21,9 +21,14 @@ def load(monkeypatch):
     return importlib.import_module
 
 
+LARGER = (2048, (8, 8, 1, 2, 3)), (3072, (1, 4, 16, 1, 1))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gpus", "shape"), [(1536, (8, 4, 2, 1, 2)), (2048, (8, 8, 1, 2, 3)), (3072, (1, 4, 16, 1, 1))], ids=str
+    ("gpus", "shape"),
+    [(1536, (8, 4, 2, 1, 2)), *(pytest.param(n, shape, marks=pytest.mark.exhaustive) for n, shape in LARGER)],
+    ids=str,
 )
 def test_a_plan_is_the_recipe_that_check_takes(load, gpus, shape):
     """Its stages, lanes and microbatches, and the key."""

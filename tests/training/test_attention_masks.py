@@ -27,7 +27,7 @@ LAYOUTS = {
     "context parallel": table("llm", "2-3", context_parallel_degree=2),
     "and sequence parallel": table("llm", "0-3", context_parallel_degree=2, tp=2) + "\nenable_sequence_parallel = true",
 }
-OFTEN = {("isolated_media", "and sequence parallel"), ("bidirectional_media", "context parallel")}
+OFTEN = {("bidirectional_media", "and sequence parallel")}
 
 
 @pytest.mark.slow

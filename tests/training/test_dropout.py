@@ -50,12 +50,16 @@ COLOCATED = {
 }
 
 
+ATTENTION = "--modules.llm.config.attention_dropout=0.3", "--modules.vision.config.attention_dropout=0.3"
+RECOMPUTED = "--parallelism.pipeline_parallel_schedule=three_phase", "--parallelism.three_phase_recompute=true"
+
+
 @pytest.mark.parametrize(
     "keys",
     [
         pytest.param(LORA, marks=pytest.mark.exhaustive),
         (*LORA, "--activation_checkpoint.mode=full", "--parallelism.llm.pipeline_parallel_microbatch_size=2"),
-        ("--modules.llm.config.attention_dropout=0.3", "--modules.vision.config.attention_dropout=0.3"),
+        pytest.param(ATTENTION, marks=pytest.mark.exhaustive),
     ],
     ids=["LoRA", "LoRA, checkpointed", "attention"],
 )
@@ -78,7 +82,7 @@ LAYOUTS = {
     ("layout", "keys"),
     [
         pytest.param("TP", ("--activation_checkpoint.mode=full",), marks=pytest.mark.exhaustive),
-        ("PP", ("--parallelism.pipeline_parallel_schedule=three_phase", "--parallelism.three_phase_recompute=true")),
+        pytest.param("PP", RECOMPUTED, marks=pytest.mark.exhaustive),
         ("PP x TP", ("--activation_checkpoint.mode=selective",)),
     ],
     ids=["TP, checkpointed", "PP, stages recomputed", "PP x TP"],

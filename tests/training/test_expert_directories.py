@@ -149,7 +149,7 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     ("how", "layout"),
     [
         ({}, EP_TP),
-        ({"save_original_format": False}, EP_FSDP),
+        pytest.param({"save_original_format": False}, EP_FSDP, marks=exhaustive),
         pytest.param({}, EP, marks=exhaustive),
         pytest.param({}, EP_FSDP, marks=exhaustive),
         pytest.param({"save_original_format": False}, EP_TP, marks=exhaustive),
@@ -197,6 +197,7 @@ def test_a_multimodal_directory_is_read_in_parts_and_comes_back(pool4, tmp_path,
     assert equal(path, tmp_path / "out")
 
 
+@pytest.mark.exhaustive  # test_export.py has it of other LLMs
 @slow
 def test_an_llm_that_was_trained_evaluates_in_transformers_as_here(pool4, tmp_path):
     from transformers import Qwen3MoeForCausalLM
@@ -262,6 +263,7 @@ def test_a_multimodal_model_trains_as_transformers_does(pool4, tmp_path, layout,
 BALANCED = "[modules.llm.config]\nrouter_aux_loss_coef = 0.5"
 
 
+@pytest.mark.exhaustive  # test_a_multimodal_model_trains_as_transformers_does
 @slow
 @pytest.mark.parametrize(
     "more",

@@ -41,8 +41,8 @@ def norm_and_clip(rank, recipe, max_norm):
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("digits", ()),
-        ("digits_colocated", ()),
+        pytest.param("digits", (), marks=pytest.mark.exhaustive),
+        pytest.param("digits_colocated", (), marks=pytest.mark.exhaustive),
         ("digits_overlapping", ()),
         ("digits_fsdp", ()),
         ("digits", ("--modules.vision.trainable=false",)),

@@ -69,10 +69,7 @@ def equal(pool, name, backends):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("digits_bubble_fill", "digits_moe") else name
-        for name in OFTEN
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive) if name != "digits_cp_pp" else name for name in OFTEN],
 )
 def test_a_recipe_trains_over_nccl_with_the_losses_of_gloo(pool4, name):
     counts = equal(pool4, name, [{}])

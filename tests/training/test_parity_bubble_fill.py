@@ -58,13 +58,12 @@ def eight(inner, trained="all"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "inner", [each if each == "1f1b" else pytest.param(each, marks=pytest.mark.exhaustive) for each in INNER]
-)
+@pytest.mark.parametrize("inner", [pytest.param(each, marks=pytest.mark.exhaustive) for each in INNER])
 def test_o2_encoder_2_2_2_in_the_gaps_of_an_llm_1_4_2(pool8, inner):
     check(pool8, eight(inner), [None])
 
 
+@pytest.mark.exhaustive  # test_parity_matrix.py has two encoders, and frozen ones
 @pytest.mark.slow
 def test_o9_two_encoders_share_the_gaps_one_of_them_frozen(pool4):
     tables = (table("vision", "0-3"), table("scanner", "2-3"), table("llm", "0-3", pp=2))
@@ -100,6 +99,7 @@ def test_o4_an_uneven_split_equals_one_process(pool4, case):
     check(pool4, given, [None])
 
 
+@pytest.mark.exhaustive  # test_parity_matrix.py has deferral
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["1f1b", pytest.param("zero_bubble", marks=pytest.mark.exhaustive)])
 def test_deferral_and_microbatches_of_ones_own(pool4, inner):

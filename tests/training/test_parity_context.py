@@ -32,6 +32,7 @@ def test_every_layer_attends_by_context(pool4):
     assert {layer for rank_calls in calls for _, layer in rank_calls} == {0, 1, 2, 3}
 
 
+@pytest.mark.exhaustive  # test_parity_matrix.py has encoders on other ranks
 @pytest.mark.slow
 def test_three_ranks_of_which_one_has_the_encoder(pool4):
     key = '\ncontext_parallel_assignment = "balanced"'

@@ -19,7 +19,7 @@ def check(pool, given, fault=None):
     return compare(reference(given, steps=2), results, 1e-10)
 
 
-OFTEN = ("EP 4, colocated", "fewer experts than shards")
+OFTEN = ("fewer experts than shards",)
 """What pairs of features (`test_parity_matrix.py`) do not show; the others are exhaustive."""
 
 

@@ -226,9 +226,7 @@ FAMILIES = ("llava", "llava_siglip", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [each if each == "qwen3_vl" else pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES]
-)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES])
 def test_towers_of_transformers_run_in_collectives_as_they_are(pool, tmp_path, name):
     (tower,) = tiny_vlms.TOWERS.get(name, ("vision",))
     key = f"""

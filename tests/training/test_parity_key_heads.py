@@ -10,6 +10,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.testing import parity
 from hetmesh.testing.parity import compare, run_as
 from support import tiny_vlms
+from support.often import some
 from support.whole_reference import whole_reference
 
 pytestmark = pytest.mark.slow
@@ -71,17 +72,12 @@ def recipe(layout, *changes):
     return parse_recipe(text)
 
 
-def some(cases, often):
-    """`often` by default: the pairs of test_parity_matrix.py have shared key heads too."""
-    return [case if case in often else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
-
-
-@pytest.mark.parametrize("case", some(FOUR, ("permuted ranks", "SP, recomputed", "LoRA of keys and values")))
+@pytest.mark.parametrize("case", some(("SP, recomputed", "LoRA of keys and values"), FOUR))
 def test_four_ranks_with_two_key_heads_equal_one_process(pool4, case):
     parity.check(pool4, recipe(*FOUR[case]), 2)
 
 
-@pytest.mark.parametrize("case", some(EIGHT, ("TP 8", "CP 2, SP, TP 4 of one head")))
+@pytest.mark.parametrize("case", some(("CP 2, SP, TP 4 of one head",), EIGHT))
 def test_eight_ranks_equal_one_process(pool8, case):
     parity.check(pool8, recipe(*EIGHT[case]), 2)
 
@@ -108,7 +104,7 @@ MADE = {name: partial(with_four_heads, tiny_vlms.MODELS[name]) for name in ("qwe
 MADE["llava_gemma2"] = llava_gemma2
 
 
-@pytest.mark.parametrize("name", some([*FEW, *REST], ("llava_gemma2",)))
+@pytest.mark.parametrize("name", some(("llava_gemma2",), [*FEW, *REST]))
 def test_models_from_directories_equal_transformers_own(pool4, tmp_path, monkeypatch, name):
     monkeypatch.setitem(tiny_vlms.MODELS, name, MADE.get(name, tiny_vlms.MODELS.get(name)))
     towers = [f"[parallelism.{tower}]\nranks = [0, 1]" for tower in tiny_vlms.TOWERS.get(name, ("vision",))]

@@ -320,12 +320,9 @@ CASES |= {
 
 OFTEN = (
     "overlapping ranks",
-    "colocated, other degrees",
     "context parallel, packed",
-    "pipeline, zero_bubble",
     "pipeline, bubble_fill",
     "an encoder of both, in stages",
-    "a connector",
     "batches without targets, in stages",
 )
 """The fullest; the others are exhaustive."""

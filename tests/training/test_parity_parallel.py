@@ -93,6 +93,7 @@ def check(pool, text: str | dict, fault=None) -> list[Outcome]:
     return ranks
 
 
+@pytest.mark.exhaustive  # without images it is below
 def test_hsdp_of_both_modules_equals_one_process(pool):
     check(pool, layout(HSDP, HSDP, "colocated"))
 
@@ -170,22 +171,25 @@ class PartialLeft:
 
 
 MORE_FAULTS = [
-    pytest.param(fault, marks=pytest.mark.exhaustive) for fault in (Averaged("llm"), faults.ScaleGradient("llm"))
+    pytest.param(fault, marks=pytest.mark.exhaustive)
+    for fault in (Averaged("llm"), PartialLeft("llm"), faults.ScaleGradient("llm"))
 ]
 
 
-@pytest.mark.parametrize("fault", [Averaged("vision"), PartialLeft("llm"), *MORE_FAULTS], ids=str)
+@pytest.mark.parametrize("fault", [Averaged("vision"), *MORE_FAULTS], ids=str)
 def test_faults_of_sharded_modules_are_found(pool, fault):
     with pytest.raises(ParityError):
         check(pool, layout(FSDP, FSDP_TP, "colocated"), fault)
 
 
+@pytest.mark.exhaustive  # test_parity_matrix.py has each
 def test_one_module_may_be_checkpointed_and_another_not(pool):
     text = layout(FSDP, "tensor_parallel_degree = 4", "colocated", '[activation_checkpoint]\nmode = "selective"\n')
     text = text.replace("num_key_value_heads = 2", "num_key_value_heads = 4")
     check(pool, text.replace('model = "siglip"', 'model = "siglip"\nactivation_checkpoint = "full"'))
 
 
+@pytest.mark.exhaustive  # pairs of test_parity_matrix.py
 def test_sequence_parallelism_with_tied_embeddings_biases_and_checkpointing(pool):
     llm = "tensor_parallel_degree = 2\n" + SEQUENCE
     text = layout(FSDP, llm, "colocated", '[activation_checkpoint]\nmode = "selective"\n')
@@ -217,6 +221,7 @@ def test_adapters_with_sequence_parallelism_equal_one_process(pool, adapters):
     check(pool, adapted(layout(keys, keys, "colocated"), adapters))
 
 
+@pytest.mark.exhaustive  # test_parity_matrix.py has stages and shares
 def test_stages_of_encoders_with_sequence_parallelism_equal_one_process(pool):
     """Whisper's blocks have the linears of their MLP in themselves; its three rows per item are not even shares."""
     given = tomli.loads(

@@ -139,7 +139,9 @@ CASES = {
             policy="three_phase",
         )
     ),
-    "hybrid experts": hybrid(recipe(table("vision", "0-3"), cp("0-3", 2, data_parallel_replicate_degree=2) + EP)),
+    "hybrid experts": hybrid(
+        recipe(table("vision", "0-3"), table("llm", "0-3", tp=2, data_parallel_replicate_degree=2) + SP + EP)
+    ),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
 
@@ -159,7 +161,7 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
 WITHIN_OTHERS = (
     *("disjoint", "colocated, context parallel", "pipeline, context parallel", "encoder context parallel"),
     *("encoder sharded and context parallel", "zero bubble", "frozen encoder", "sharded"),
-    "both context parallel",
+    *("both context parallel", "overlapping", "context parallel"),
 )
 
 

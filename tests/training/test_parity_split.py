@@ -69,8 +69,8 @@ def test_a_projector_of_its_own_under_a_frozen_tower_and_an_llm_with_lora(pool4,
     parity.check(pool4, given)
 
 
-OFTEN = [("llava", STAGES), ("qwen2_5_vl", SHARES)]
-"""Features of a block that is not the last, and a class token; windows, whole attention, images of several sizes."""
+OFTEN = [("qwen2_5_vl", SHARES)]
+"""Windows, whole attention, images of several sizes."""
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def with_changes(command, changes):
 
 @pytest.mark.parametrize(
     ("nodes", "whole"),
-    [(2, False), *(pytest.param(n, True, marks=pytest.mark.exhaustive) for n in (1, 2))],
+    [pytest.param(n, whole, marks=pytest.mark.exhaustive) for n, whole in ((2, False), (1, True), (2, True))],
     ids=["two nodes, a rank each", "one node", "two nodes"],
 )
 def test_torchrun(tmp_path, nodes, whole):

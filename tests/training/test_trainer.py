@@ -103,7 +103,7 @@ def on_this_rank(rank, recipe):
         *(pytest.param(name, "AdamW", marks=pytest.mark.exhaustive) for name in ("digits_single", "digits")),
         pytest.param("digits_colocated", "AdamW", marks=pytest.mark.exhaustive),
         ("digits_overlapping", "AdamW"),
-        ("digits_colocated", "SGD"),
+        pytest.param("digits_colocated", "SGD", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_step_equals_that_of_a_plain_loop(pool4, tmp_path, name, optimizer):

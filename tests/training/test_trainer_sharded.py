@@ -100,6 +100,7 @@ def loaded(rank, recipe):
     }
 
 
+@pytest.mark.exhaustive  # checkpoint/test_checkpoint_pairs.py
 def test_a_checkpoint_of_sharded_modules_loads_into_any_layout(pool4, pool, tmp_path):
     """Uneven shards of shards (the vocabulary over tp 2 and dp_shard 2) land where they belong."""
     folder = ("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true")

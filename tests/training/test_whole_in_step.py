@@ -73,8 +73,8 @@ PIPELINE = table("vision", "0,1", fsdp=2), table("llm", "0-3", pp=2, fsdp=2)
 @pytest.mark.parametrize(
     "policy",
     [
-        *("zero_bubble", "interleaved", "bubble_fill"),
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("1f1b", "three_phase")),
+        "zero_bubble",
+        *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("1f1b", "interleaved", "three_phase", "bubble_fill")),
     ],
 )
 def test_in_a_pipeline_each_parameter_and_gradient_is_sent_once_per_step(pool4, policy):
@@ -168,8 +168,8 @@ HALF = {"dtype": "float32", "mixed_precision_param": "bfloat16"}
     ("policy", "reshard", "keys"),
     [
         pytest.param("sequential", "never", {}, marks=pytest.mark.exhaustive),
-        ("sequential", "never", HALF),
-        ("sequential", "default", {}),
+        pytest.param("sequential", "never", HALF, marks=pytest.mark.exhaustive),
+        pytest.param("sequential", "default", {}, marks=pytest.mark.exhaustive),
         ("zero_bubble", "never", HALF),
     ],
 )

@@ -40,7 +40,9 @@ def up_to_llm(recipe: Recipe) -> Recipe:
     if len(kept) == len(recipe.modules):
         return recipe
     tables = {name: getattr(recipe, name) for name in Recipe.model_fields}
-    tables["modules"] = {name: m.model_copy(update={"loss": None}) for name, m in recipe.modules.items() if name in kept}
+    tables["modules"] = {
+        name: m.model_copy(update={"loss": None}) for name, m in recipe.modules.items() if name in kept
+    }
     tables["boundaries"] = tuple(b for b in recipe.boundaries if b.destination in kept)
     own = {name: table for name, table in recipe.parallelism.modules.items() if name in kept}
     tables["parallelism"] = recipe.parallelism.model_copy(update={"modules": own})
