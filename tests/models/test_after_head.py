@@ -10,7 +10,7 @@ from torch import nn
 
 from hetmesh.models import AdapterRequest
 from hetmesh.models.named.qwen3 import Qwen3Adapter
-from hetmesh.models.split.after_head import keeps_logits, keeps_logits_apart, whole_head
+from hetmesh.models.split.after_head import tried_head, whole_head
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from support import tiny_vlms
@@ -50,21 +50,16 @@ BEHIND = {
 }
 
 
-@pytest.mark.parametrize(("behind", "apart"), BEHIND.values(), ids=BEHIND)
-def test_what_treats_each_logit_by_itself_is_found_out(behind, apart):
-    assert keeps_logits_apart(Shell(behind), "model", "lm_head", VOCAB, FEATURES) is apart
-
-
 @pytest.mark.parametrize("name", BEHIND)
-def test_what_leaves_logits_as_they_are_is_found_out(name):
-    behind, _ = BEHIND[name]
-    assert keeps_logits(Shell(behind), "model", "lm_head", VOCAB, FEATURES) is (name in ("nothing", "raised"))
+def test_what_leaves_logits_as_they_are_and_what_treats_each_by_itself_is_found_out(name):
+    behind, apart = BEHIND[name]
+    found = tried_head(Shell(behind), "model", "lm_head", VOCAB, FEATURES)
+    assert found == (name in ("nothing", "raised"), apart)
 
 
 def test_what_changes_hidden_states_before_the_head_is_found_out():
     """As MiniCPM does, which divides them."""
-    assert not keeps_logits(Shell(lambda x: x, lambda x: x / 3), "model", "lm_head", VOCAB, FEATURES)
-    assert keeps_logits_apart(Shell(lambda x: x, lambda x: x / 3), "model", "lm_head", VOCAB, FEATURES)
+    assert tried_head(Shell(lambda x: x, lambda x: x / 3), "model", "lm_head", VOCAB, FEATURES) == (False, True)
 
 
 class OfOnesOwn(Qwen3Adapter):
@@ -80,8 +75,8 @@ def test_logits_of_ones_own_are_not_passed_by():
 
 
 def test_a_head_inside_another_module_is_not_tried():
-    assert not keeps_logits_apart(Shell(lambda x: x), "model", "inside.lm_head", VOCAB, FEATURES)
-    assert not keeps_logits_apart(Shell(lambda x: x), "model", "head", VOCAB, FEATURES)
+    for head in ("inside.lm_head", "head"):
+        assert tried_head(Shell(lambda x: x), "model", head, VOCAB, FEATURES) == (False, False)
 
 
 def test_logits_are_those_of_the_whole_forward():

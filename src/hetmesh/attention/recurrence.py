@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from hetmesh.attention.attention_plan import TakenRows, taken_rows
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.delta_rule import convolve, delta_rule
-from hetmesh.attention.fetch import Wires, exchange, fetch, give_back
+from hetmesh.attention.fetch import Wires, collect, exchange, fetch, give_back
 from hetmesh.attention.flex import on_device
 from hetmesh.context import Mask
 from hetmesh.context.mask_sources import merge, ragged
@@ -126,21 +126,14 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: ContextAttention, halo: Halo) -> Tensor:
-        ctx.wires, ctx.shares, ctx.taken, ctx.rows = (
-            _wires(state, "halo"),
-            RowSplit(0, state.shares),
-            halo.taken,
-            len(x),
-        )
+        ctx.wires, ctx.shares = _wires(state, "halo"), RowSplit(0, state.shares)
+        ctx.taken, ctx.rows = halo.taken, len(x)
         return fetch(ctx.wires, ctx.shares, halo.taken, 0, x.contiguous(), "forward")()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        came, at = give_back(ctx.wires, ctx.shares, ctx.taken, 0, gradients[0].contiguous())(), 0
         dx = gradients[0].new_zeros(ctx.rows, *gradients[0].shape[1:])
-        for a, b in ctx.taken.places:
-            dx[a:b] = came[at : at + b - a]
-            at += b - a
+        collect(dx, ctx.taken, give_back(ctx.wires, ctx.shares, ctx.taken, 0, gradients[0].contiguous()))
         return dx, None, None
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetmesh.context.mask_sources import Sources, merge, ragged
+from hetmesh.context.mask_sources import merge, ragged
 from hetmesh.context.segments import Mask
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
@@ -91,31 +91,11 @@ def needed_keys(mask: Mask, queries: Intervals, block: int = 128) -> Intervals:
 
     Time grows with segments, not with rows: of all rows of one kind the last one sees the most.
     """
-    spans = np.array([span for span in queries if span[0] < span[1]], np.int64).reshape(-1, 2)
-    sources = mask.sources
-    seen = _last_rows(mask, sources, spans[:, 0], spans[:, 1])
-    starts, stops = [], []
-    for lists, limit in ((sources.before, seen), (sources.always, np.where(seen > 0, mask.length, 0))):
-        owner, at = ragged(lists.first[:-1], lists.first[1:])
-        visible = lists.starts[at] < limit[owner]
-        starts.append(lists.starts[at][visible])
-        stops.append(np.minimum(lists.stops[at], limit[owner])[visible])
-    low, high = merge(np.concatenate(starts) // block * block, -(-np.concatenate(stops) // block) * block)
+    spans = np.array(sorted(queries), np.int64)
+    found = tile_intervals(mask, np.append(spans, mask.length), block)
+    _, at = ragged(found.first[:-1:2], found.first[1::2])  # what lies between spans is a group, too
+    low, high = merge(found.starts[at] * block, found.stops[at] * block)
     return tuple(zip(low.tolist(), np.minimum(high, mask.length).tolist(), strict=True))
-
-
-def _last_rows(mask: Mask, sources: Sources, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """For each source one past the last of the given rows that has it; 0 where none has."""
-    order = np.argsort(starts, kind="stable")
-    starts, stops = starts[order], stops[order]
-    # The last span that begins before the segment ends; if that is too early for it, all others are.
-    span = np.searchsorted(starts, mask.stops, side="left") - 1
-    last = np.minimum(mask.stops, stops[span]) if len(starts) else np.zeros_like(mask.stops)
-    last = np.where((span >= 0) & (last > mask.starts), last, 0)
-    out = np.zeros(len(sources), np.int64)
-    for of in sources.of_segment:
-        np.maximum.at(out, of[of >= 0], last[of >= 0])
-    return out
 
 
 def full_tiles(mask: Mask, edges: np.ndarray, tile: int = 32) -> TileIntervals:

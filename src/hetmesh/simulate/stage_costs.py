@@ -199,9 +199,17 @@ class StageCosts:
     @cached_property
     def _coefficients(self) -> np.ndarray:
         total = np.zeros((4, len(PARTS)))
-        for (kind, block, before), count in self.contents.counts.items():
-            total += count * self.module.layers.of(kind, self._how(block, before))
+        for layer, count in self._layers.items():
+            total += count * self.module.layers.of(*layer)
         return total
+
+    @cached_property
+    def _layers(self) -> Counter[tuple[LayerShape, LayerOptions]]:
+        """How many layers there are of each kind."""
+        found: Counter[tuple[LayerShape, LayerOptions]] = Counter()
+        for (kind, block, before), count in self.contents.counts.items():
+            found[kind, self._how(block, before)] += count
+        return found
 
     @property
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -215,9 +223,8 @@ class StageCosts:
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
         input's part of a backward beyond what is left of that; and [kinds], the most targets for which it does."""
-        different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
-        each = [self.module.layers.of(kind, how)[:, _MOMENTS] for kind, how in different]
-        targets = np.array([most_targets(kind, how) for kind, how in different])
+        each = [self.module.layers.of(*layer)[:, _MOMENTS] for layer in self._layers]
+        targets = np.array([most_targets(*layer) for layer in self._layers])
         return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0)), targets
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -233,7 +240,9 @@ class StageCosts:
         chunk = chunk_rows(mean)
         chunks = np.ceil(fetch[:, 0] / chunk)
         ahead, back = np.zeros(len(work)), np.zeros(len(work))
-        for (kind, how), count in self._attentions.items():
+        for (kind, how), count in self._layers.items():
+            if not kind.key_width or self.module.layers.measured_collectives(kind, how) is not None:
+                continue
             per_pair = self.module.layers.of(kind, how)[2]
             size = 2 * kind.keys_on(self._size("tp")) * how.itemsize
             for total, sent, seconds in (
@@ -251,7 +260,9 @@ class StageCosts:
         """What recurrences add at cuts of samples: float64 `[ranks, parts]`. Maps of the pieces before them take as
         much of their layer's seconds as sizes say."""
         found = np.zeros((len(ranks), len(PARTS)))
-        for (kind, how), count in self._with(lambda kind, _: bool(kind.recurrences)).items():
+        for (kind, how), count in self._layers.items():
+            if not kind.recurrences:
+                continue
             per_row, split = self.module.layers.of(kind, how)[1], self._size("tp") if kind.splits_attention else 1
             rates = Rates.of(self.machine, how.dtype, self.machine.peak(how.dtype) or TYPICAL_PEAK)
             whole = layer_time(kind, Work(_MANY), rates, upstream=True).forward
@@ -267,18 +278,6 @@ class StageCosts:
                     found[i, [_INPUT, _AGAIN, _SUMS_BACK]] += count * later
                     held = rank.cuts.rows * own.map_bytes(how.itemsize) / split
                     found[i, _MOMENTS[1:] if how.recompute else _KEPT] += held if how.recompute else count * held
-        return found
-
-    @cached_property
-    def _attentions(self) -> Counter[tuple[LayerShape, LayerOptions]]:
-        return self._with(lambda *layer: layer[0].key_width and self.module.layers.measured_collectives(*layer) is None)
-
-    def _with(self, wanted: Callable[[LayerShape, LayerOptions], object]) -> Counter[tuple[LayerShape, LayerOptions]]:
-        """How many layers there are of each kind that is wanted."""
-        found: Counter[tuple[LayerShape, LayerOptions]] = Counter()
-        for (kind, block, before), count in self.contents.counts.items():
-            if wanted(kind, how := self._how(block, before)):
-                found[kind, how] += count
         return found
 
     @cached_property

@@ -26,45 +26,30 @@ def whole_head(model: Any, inner: str, hidden: Tensor, **others: nn.Module) -> T
     return shell.forward(input_ids=ids).logits[0]
 
 
-def keeps_logits(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
-    """Whether `model` hands hidden states to its head as they are, and returns logits as this makes them, or in fp32.
-    Found out as in `keeps_logits_apart`."""
-    logits, hidden = _random(vocab_size), _random(features)
-    if (after := _after_head(model, inner, head, [logits], hidden)) is None:
-        return False
-    (result, read), *_ = after
-    return torch.equal(read, hidden[None]) and result.shape == logits.shape and bool((result == logits).all())
+def tried_head(model: Any, inner: str, head: str, vocab_size: int, features: int) -> tuple[bool, bool]:
+    """Whether `model` hands hidden states to its head as they are, and returns logits as this makes them, or in fp32;
+    and whether what it does after its head gives for a part of the vocabulary what it gives there for all of it:
+    scaling and soft-capping do, a bias or what leaves tokens out does not.
 
-
-def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
-    """Whether what `model` does after its head gives for a part of the vocabulary what it gives there for all of it:
-    scaling and soft-capping do, a bias or what leaves tokens out does not. Found out by trying, with logits of the full
-    vocabulary and of two parts of it; a model that cannot be tried is taken to mix them. `model`: without weights; only
-    what follows the head is computed."""
-    logits, middle = _random(vocab_size), vocab_size // 3
-    after = _after_head(model, inner, head, [logits, logits[:, :middle], logits[:, middle:]], _random(features))
-    if after is None:
-        return False
-    whole, *parts = (result for result, _ in after)
-    return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)
-
-
-def _random(width: int) -> Tensor:
-    return _LARGE * torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
-
-
-def _after_head(
-    model: Any, inner: str, head: str, each: list[Tensor], hidden: Tensor
-) -> list[tuple[Tensor, Tensor]] | None:
-    """What `model` makes of logits of its head, and what this has read for them; None where it cannot be tried."""
+    Found out by trying, with logits of the full vocabulary and of two parts of it; a model that cannot be tried is
+    taken to do neither. `model`: without weights; only what follows the head is computed.
+    """
     if "." in head or head not in getattr(model, "_modules", {}):
-        return None
-    given = [_Given(logits[None]) for logits in each]
+        return False, False
+    logits, hidden = (
+        _LARGE * torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
+        for width in (vocab_size, features)
+    )
+    middle = vocab_size // 3
+    given = [_Given(some[None]) for some in (logits, logits[:, :middle], logits[:, middle:])]
     try:
         with torch.no_grad():
-            return [(whole_head(model, inner, hidden, **{head: part}), part.read) for part in given]
+            whole, *parts = (whole_head(model, inner, hidden, **{head: part}) for part in given)
     except Exception:  # whatever a model computes there
-        return None
+        return False, False
+    complete = whole.shape == logits.shape
+    plain = complete and torch.equal(given[0].read, hidden[None]) and bool((whole == logits).all())
+    return plain, complete and torch.equal(torch.cat(parts, -1), whole)
 
 
 class _Given(nn.Module):
