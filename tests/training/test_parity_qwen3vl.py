@@ -140,7 +140,9 @@ CASES = {
             policy="three_phase",
         )
     ),
-    "hybrid experts": hybrid(recipe(table("vision", "0-3"), cp("0-3", 2, data_parallel_replicate_degree=2) + EP)),
+    "hybrid experts": hybrid(
+        recipe(table("vision", "0-3"), table("llm", "0-3", tp=2, data_parallel_replicate_degree=2) + SP + EP)
+    ),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
 
