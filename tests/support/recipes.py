@@ -327,7 +327,7 @@ FEATURES: Mapping[str, Callable[[Recipe], bool]] = {
     "microbatches of an encoder's own": lambda r: bool(r.balance.microbatch_sizes),
     "microbatch shares": lambda r: bool(r.balance.microbatch_shares),
     "free microbatches": lambda r: r.balance.microbatches == "free",
-    "accumulation": lambda r: r.batch.global_batch_size > r.batch.local_batch_size * r.lanes,
+    "accumulation": lambda r: r.batch.global_batch_size > r.training.local_batch_size * r.lanes,
     "packing": lambda r: r.training.pack_samples,
     "isolated_media": lambda r: r.modules[r.llm].attention_mask == "isolated_media",
     "bidirectional_media": lambda r: r.modules[r.llm].attention_mask == "bidirectional_media",

@@ -18,14 +18,12 @@ class BatchSizes:
 
     Attributes:
         global_batch_size: samples per optimizer step.
-        local_batch_size: samples per LLM lane and accumulation round.
         microbatch_size: samples per LLM lane and microbatch.
         lanes: data-parallel coordinates of the LLM (the module that computes the loss).
         num_microbatches: microbatches per optimizer step, over all accumulation rounds.
     """
 
     global_batch_size: int
-    local_batch_size: int
     microbatch_size: int
     lanes: int
     num_microbatches: int
@@ -56,4 +54,4 @@ def batch_sizes(
             + (f", or a local_batch_size of {local}" if local else "")
         )
     num_microbatches = global_batch_size // (lanes * microbatch_size)
-    return BatchSizes(global_batch_size, local_batch_size, microbatch_size, lanes, num_microbatches)
+    return BatchSizes(global_batch_size, microbatch_size, lanes, num_microbatches)
