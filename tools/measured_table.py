@@ -270,6 +270,14 @@ ROWS = (
         "python tools/bench.py experts",
     ),
     Row(
+        "head and loss of an LLM by chunks of targets, 248,320 tokens, TP 2, 16,384 targets in bf16: GiB held at most "
+        "(with whole logits), by a dry run; time over that of whole logits on the CPU, worst of two layouts",
+        "head",
+        "{:.2f} ({:.2f}); {:.2f}",
+        ("peak_gib", "peak_gib_whole", "step_ratio"),
+        "python tools/bench.py head",
+    ),
+    Row(
         "skewed routing, busiest rank over the mean before and after experts are placed, worst of the sizes where "
         "1.15 is in reach; of all (128 experts on 8 ranks; the least possible)",
         "experts",

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from random_masks import random_mask
 
-from hetmesh.context import POLICIES, assign, balanced, causal, tile_counts
+from hetmesh.context import POLICIES, assign, balanced, causal, join, tile_counts
 from hetmesh.context.key_tiles import block_edges
+from hetmesh.context.pieces import plan_pieces
 from hetmesh.context.token_assignment import lpt
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Layout, MeshSpec, RowSplit
@@ -60,6 +61,33 @@ def test_any_number_of_ranks_is_balanced(name, ranks):
     assert found.tile_imbalance <= 1.005
     assert found.token_imbalance <= 1.02
     assert np.mean(found.runs) <= 5
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_where_rows_count_too_there_are_fewer_cuts_and_layers_wait_no_longer(name, ranks):
+    """Of Qwen3.5-9B a row costs 100,000 pairs. Layers of either kind wait for their slowest rank."""
+    mask, row = FAMILIES[name], 100_000
+    pairs = tile_counts(mask, block_edges(mask.length, 128)).sum() * 128 * 32 / mask.length
+    cuts, waits = [], []
+    for weights in ({}, {"row_cost": row, "cut_cost": 2500}):
+        shares = assign(mask, ranks, **weights)
+        found = loads(mask, shares)
+        cuts.append(len(plan_pieces(mask, shares, 0).cuts))
+        waits.append((pairs * found.tile_imbalance + row * found.token_imbalance) / (pairs + row))
+    assert cuts[1] <= cuts[0]
+    assert waits[1] <= waits[0] + 0.0045
+    assert waits[1] <= 1.005
+
+
+def test_cuts_lie_between_samples_where_those_within_send_more():
+    rng, cuts = random.Random(0), np.zeros((12, 2), int)
+    for found in cuts:
+        mask = join([causal(128 * rng.randint(2, 12)) for _ in range(10)])
+        shares = (assign(mask, 4, row_cost=100_000, cut_cost=cost) for cost in (0, 2500))
+        found[:] = [len(plan_pieces(mask, each, 0).cuts) for each in shares]
+    assert (cuts[:, 1] <= cuts[:, 0]).all()
+    assert cuts[:, 1].sum() < 0.7 * cuts[:, 0].sum()
 
 
 def test_packed_documents_mostly_stay_with_their_keys():

@@ -102,9 +102,7 @@ def test_random_masks_equal_the_oracle_entry_by_entry(part):
 
 
 @pytest.mark.parametrize("part", range(5))
-@pytest.mark.parametrize("long", [0, 2, 8])
-def test_tiles_equal_those_of_the_dense_mask(part, long, monkeypatch):
-    monkeypatch.setattr("hetmesh.context.key_tiles._MIN_LOOKED_UP_INTERVALS", long)
+def test_tiles_equal_those_of_the_dense_mask(part):
     rng = random.Random(part)
     for _ in range(40):
         mask = random_mask(rng)
@@ -141,9 +139,7 @@ def test_full_tiles_are_those_without_a_hidden_entry(part):
 
 
 @pytest.mark.parametrize("name", families(4096))
-@pytest.mark.parametrize("long", [0, 48])
-def test_tiles_of_the_families_equal_those_of_every_entry(name, long, monkeypatch):
-    monkeypatch.setattr("hetmesh.context.key_tiles._MIN_LOOKED_UP_INTERVALS", long)
+def test_tiles_of_the_families_equal_those_of_every_entry(name):
     mask = families(4096)[name]
     everything, edges = np.arange(mask.length), block_edges(mask.length, 128)
     expected = visible_tiles(visible(mask, everything, everything), edges, 32)

@@ -90,7 +90,7 @@ def test_the_head_counts_target_positions_only():
     adapter = llm()
     shape = module_shape("llm", adapter, adapter.build())
     few, many = (module_flops(shape, Work(100, 100, targets), upstream=False) for targets in (1, 11))
-    assert many.forward - few.forward == 10 * 2 * 64 * 90
+    assert many.total - few.total == 3 * 10 * 2 * 64 * 90  # with the gradients of its input and weight
 
 
 def test_encoder():
@@ -137,8 +137,9 @@ def test_a_frozen_llm_behind_a_trainable_projector_costs_input_gradients_only():
     _, backward = count(module, lambda: run_llm(adapter, module, [40, 40], 9, rows), [rows])
     expected = module_flops(shape, work, upstream=True)
     assert expected.backward == pytest.approx(backward, rel=0.02)
-    linears = expected.forward - 3 * 4 * 4 * 24 * work.pairs
-    assert expected.backward == linears + 2 * (expected.forward - linears)
+    attention, head = 3 * 4 * 4 * 24 * work.pairs, 2 * (2 * 64 * 90) * work.targets  # whose backward is in its forward
+    linears = expected.forward - attention - head
+    assert expected.backward == linears + 2 * attention
 
 
 def test_frozen_with_nothing_trainable_before_it_has_no_backward():

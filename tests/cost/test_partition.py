@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from analysis.stage_counts import Chain, stage_counts, time_of_cuts
-from hetmesh.cost import StageMemory, partition
+from hetmesh.cost import partition
 from hetmesh.cost.stage_cuts import runs
 from hetmesh.errors import GraphError
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec
@@ -19,21 +19,14 @@ def cuts(n, stages):
         yield tuple(b - a for a, b in itertools.pairwise((0, *places, n)))
 
 
-def fits(memory, in_flight, counts):
-    bounds = list(itertools.accumulate((0, *counts)))
-    return all(
-        sum(memory.static[a:b]) + held * sum(memory.activations[a:b]) <= memory.limit
-        for (a, b), held in zip(itertools.pairwise(bounds), in_flight, strict=True)
-    )
-
-
-def brute_force(costs, stages, memory=None, in_flight=(), ties="even"):
-    legal = [c for c in cuts(len(costs), stages) if memory is None or fits(memory, in_flight, c)]
-    scored = [(max(s), sum(x * x for x in s), c) for c in legal for s in [[*map(sum, runs(costs, c))]]]
-    if ties != "even" and scored:
+def brute_force(costs, stages, ties="even"):
+    scored = [
+        (max(s), sum(x * x for x in s), c) for c in cuts(len(costs), stages) for s in [[*map(sum, runs(costs, c))]]
+    ]
+    if ties != "even":
         fastest = [c for most, _, c in scored if most == min(scored)[0]]
         return max(fastest) if ties == "early" else min(fastest)
-    return min(scored)[2] if scored else None
+    return min(scored)[2]
 
 
 @settings(max_examples=150, deadline=None)
@@ -43,24 +36,6 @@ def test_a_cut_equals_brute_force(data):
     stages = data.draw(st.integers(1, len(costs)))
     for ties in ("even", "early", "late"):
         assert partition(costs, stages, ties=ties) == brute_force(costs, stages, ties=ties)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_a_cut_within_memory_equals_brute_force(data):
-    n = data.draw(st.integers(1, 8))
-    numbers = st.lists(st.integers(0, 5), min_size=n, max_size=n)
-    costs, static, kept = data.draw(numbers), data.draw(numbers), data.draw(numbers)
-    stages = data.draw(st.integers(1, n))
-    in_flight = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
-    memory = StageMemory(data.draw(st.integers(0, 40)), static, kept)
-    for ties in ("even", "early", "late"):
-        best = brute_force(costs, stages, memory, in_flight, ties)
-        if best is None:
-            with pytest.raises(GraphError, match="no cut of"):
-                partition(costs, stages, memory=memory, in_flight=in_flight, ties=ties)
-        else:
-            assert partition(costs, stages, memory=memory, in_flight=in_flight, ties=ties) == best
 
 
 def test_ties_are_even_and_then_earlier_stages_take_fewer():
@@ -78,8 +53,6 @@ def test_a_large_chain_is_quick():
 def test_what_cannot_be_cut_says_so():
     with pytest.raises(GraphError, match="cannot cut 2 layers into 3 stages; valid are 1 to 2"):
         partition([1, 1], 3)
-    with pytest.raises(GraphError, match="keeps each within 3 bytes"):
-        partition([1, 1], 2, memory=StageMemory(3, [1, 4]))
 
 
 def graph(encoders):
@@ -91,10 +64,6 @@ def graph(encoders):
     return ModuleGraph(tuple(modules), tuple(edges))
 
 
-def behind(name, stages):
-    return 0 if name == "llm" else stages["llm"]
-
-
 def brute_counts(g, chains, ranks, microbatches):
     names = [n for n in g.order if chains[n].follows is None]
     best = None
@@ -102,11 +71,7 @@ def brute_counts(g, chains, ranks, microbatches):
         stages = dict(zip(names, counts, strict=True))
         if sum(chains[n].ranks * k for n, k in stages.items()) != ranks:
             continue
-        each = []
-        for name, count in stages.items():
-            held = [min(microbatches, behind(name, stages) + count - i) for i in range(count)]
-            legal = [c for c in cuts(len(chains[name].costs), count) if fits(chains[name].memory, held, c)]
-            each.append([(name, c) for c in legal])
+        each = [[(name, c) for c in cuts(len(chains[name].costs), count)] for name, count in stages.items()]
         for choice in itertools.product(*each):
             score = time_of_cuts(g, chains, dict(choice), microbatches).seconds
             best = score if best is None else min(best, score)
@@ -120,8 +85,7 @@ def test_stage_counts_equal_brute_force(data):
 
     def chain(n, **kwargs):
         numbers = st.lists(st.integers(0, 5), min_size=n, max_size=n)
-        forward, backward, static, kept = (tuple(data.draw(numbers)) for _ in range(4))
-        return Chain(forward, backward, memory=StageMemory(data.draw(st.integers(5, 60)), static, kept), **kwargs)
+        return Chain(tuple(data.draw(numbers)), tuple(data.draw(numbers)), **kwargs)
 
     chains = {name: chain(data.draw(st.integers(1, 4)), ranks=data.draw(st.integers(1, 2))) for name in g.order}
     chains["projector"] = Chain((1, 2), (1, 0), follows="llm")

@@ -351,8 +351,12 @@ def test_the_phases_that_the_page_shows():
 
 
 def test_a_phase_that_never_begins_is_noted(tmp_path, capsys):
+    tower = (
+        'model = "siglip"\nconfig = { hidden_size = 8, num_hidden_layers = 1, num_attention_heads = 1, patch_size = 4 }'
+    )
+    text = RECIPE.replace('"qwen3"', '"qwen3"\nconfig = { hidden_size = 8, num_attention_heads = 1 }')
     path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE)
+    path.write_text(f'[modules.vision]\n{tower}\n{text}[[boundaries]]\nfrom = "vision"\nto = "llm"\nat = "image"\n')
     for steps, noted in ((31, False), (30, True)):
         assert main(["check", str(path), f"--training.steps={steps}"]) == 0
         assert ("the phase from step 30 on never begins" in capsys.readouterr().out) is noted

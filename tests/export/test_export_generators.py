@@ -11,7 +11,7 @@ from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.one_process import OneProcess
-from support import tiny_diffusers
+from support import tiny_diffusers, tiny_vlms
 from support.drawer_parts import BRIDGE, FLOW, LLM
 from support.parity_cases import table
 from support.tiny_exports import KEPT, save_now, tensors
@@ -82,6 +82,25 @@ def test_diffusers_pipeline_draws_from_the_exported_directories_what_hetmesh_dra
     ).images[0]
     torch.testing.assert_close((ours / 2 + 0.5).clamp(0, 1), theirs, rtol=1e-4, atol=1e-4)
     assert float(theirs.std()) > 0.02
+
+
+@pytest.mark.slow
+def test_a_directory_goes_back_with_what_follows_its_llm_inside(pool, tmp_path):
+    path = tiny_vlms.save("llava", tmp_path)
+    _, items = tiny_vlms.source_of(path)
+    seen = '[[boundaries]]\nfrom = "vision"\nto = "llm"\nat = "image"\n'
+    more = KEPT.format(steps=1, folder=tmp_path / "run", more=seen + FLOW)
+    items = items.replace("kinds = { ", "kinds = { image_out = [1, 8, 8], ")
+    given = parse_recipe(tiny_vlms.recipe_text(path, more, items))
+    pool(1).run(save_now, given, 1, timeout=120)
+    run = saved_run(tmp_path / "run")
+    lines = export(run, tmp_path / "out")
+    assert "  loads with transformers.LlavaForConditionalGeneration.from_pretrained" in lines
+    assert saved_as_exported(run, "drawer", tensors(tmp_path / "out" / "drawer"))
+    kind = type(tiny_vlms.build("llava"))
+    exported, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert not torch.equal(exported.lm_head.weight, kind.from_pretrained(path).lm_head.weight)
 
 
 @pytest.mark.slow

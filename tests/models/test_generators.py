@@ -275,9 +275,8 @@ def test_a_users_class_predicts_rows_of_items():
     none[""].sum().backward()
     assert none[""].shape == (0, 3)
     assert not module.linear.weight.grad.any()
-    wrong = user_adapter("WrongShape")
-    with pytest.raises(BoundaryError, match=r"must return a prediction of shape \(2, 4, 3\), got \(2, 3, 3\)"):
-        wrong.forward(wrong.build(), batch, {ROWS: rows})
+    with pytest.raises(RecipeError, match=r"modules.drawer: WrongShape: .* prediction of shape .*, 4, 3\), got .*, 3,"):
+        user_adapter("WrongShape")
 
 
 def test_a_users_class_that_flows_reads_noise_and_times_and_draws():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetmesh.errors import BoundaryError, RecipeError
+from hetmesh.errors import RecipeError
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import build_module, make_adapters
 
@@ -243,9 +243,8 @@ def test_the_users_own_modules():
 
 
 def test_a_module_that_returns_the_wrong_shape_is_named():
-    adapters = make(projector=Module(path("WrongWidth")))
-    with pytest.raises(BoundaryError, match=r"module 'projector' must return shape \(5, 24\), got \(5, 16\)"):
-        adapters["projector"].forward(build_module(adapters["projector"], "p", 0), {}, {"vision": torch.ones(5, 16)})
+    with pytest.raises(RecipeError, match=r"modules.projector: .* must return shape \(3, 24\), got \(3, 16\)"):
+        make(projector=Module(path("WrongWidth")))
 
 
 def test_weights_depend_on_seed_and_name_only():

@@ -79,6 +79,13 @@ class Mixup(Encoder):
         return rows + 0.1 * rows[torch.randperm(len(rows))] if self.training else rows
 
 
+class Pools(Encoder):
+    """Has fewer features than it says."""
+
+    def forward(self, images):
+        return super().forward(images)[..., :-1]
+
+
 class SeesBatch(Encoder):
     """Has no eval()."""
 
@@ -303,6 +310,7 @@ def recipe(vision="Encoder", projector=None, llm="Language"):
             r"modules\.vision: CentredInTraining mixes samples in training: .* differ",
         ),
         ({"vision": "NormalisedInTraining"}, r"modules\.vision: NormalisedInTraining fails on one sample, in training"),
+        ({"vision": "Pools"}, r"modules\.vision: Pools: module 'vision' must return shape .*, got"),
         ({"vision": "Mixup"}, r"modules\.vision: Mixup mixes samples in training: .* differ by"),
         (
             {"vision": "NormalisesGradient"},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hetmesh.parallel import vocabulary
+from hetmesh.parallel import CrossEntropy, vocabulary
 from hetmesh.parallel.linear import ColwiseLinear
 from hetmesh.parallel.vocabulary import VocabularyShards, shard_vocabulary
 
@@ -47,7 +47,7 @@ def of_shares(rank: int, vocab: int, count: int, dtype: torch.dtype):
     whole, targets = made(vocab, count, dtype)
     shards = VocabularyShards(dist.group.WORLD, widths(vocab))
     own = whole[:, shards.start : shards.start + shards.widths[rank]].clone().requires_grad_()
-    loss = shards.sum_cross_entropy(own, targets)
+    loss = CrossEntropy(shards)(own, {"targets": targets})
     (loss * 0.5).backward()
     return loss.detach(), own.grad, (shards.argmax(own), shards.argmax(own, set(whole.argmax(-1).tolist()[:1])))
 
@@ -96,7 +96,7 @@ def with_faults(rank: int, value: float):
     own = torch.zeros(2, shards.widths[rank])
     if rank == 2:
         own[1, 0] = value
-    return float(shards.sum_cross_entropy(own, torch.tensor([0, 7])))
+    return float(CrossEntropy(shards)(own, {"targets": torch.tensor([0, 7])}))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -107,7 +107,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(pool4, value):
 def outside(rank: int, token: int):
     shards = VocabularyShards(dist.group.WORLD, widths(8))
     own = torch.zeros(2, shards.widths[rank])
-    return float(shards.sum_cross_entropy(own, torch.tensor([0, token])))
+    return float(CrossEntropy(shards)(own, {"targets": torch.tensor([0, token])}))
 
 
 @pytest.mark.parametrize("token", [-100, 8])

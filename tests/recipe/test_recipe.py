@@ -247,7 +247,8 @@ BAD: dict[str, tuple[str, str, str]] = {
     "two sinks": (
         'from = "projector"\nto = "llm"\nat = "image"',
         'from="vision"\nto="llm"\nat="image"',
-        "exactly one module",
+        "modules.projector.loss is missing: no module reads what 'projector' computes, so it needs a loss of its own; "
+        "'llm' is the LLM, to which rows with `at` go",
     ),
     "cycle": (
         "[parallelism.vision]",
@@ -262,8 +263,12 @@ BAD: dict[str, tuple[str, str, str]] = {
     "a module after the LLM": (
         "[parallelism.vision]",
         '[[boundaries]]\nfrom = "llm"\nto = "head"\n[modules.head]\nmodel = "mlp"\n[parallelism.vision]',
-        'boundaries[2].at is missing: name the placeholder that the rows of llm->head replace, e.g. at = "image"; '
-        "'head' is the LLM, as no module follows it and it has no loss of its own",
+        "boundaries[2].at is missing: name the placeholder of the tokens whose hidden states 'head' reads",
+    ),
+    "a key of a loss": (
+        "[parallelism.vision]",
+        '[modules.llm.loss]\nkind = "cross_entropy"\nweigth = 0.5\n[parallelism.vision]',
+        "modules.llm.loss.weigth: unknown key 'weigth'; did you mean 'weight'? Valid are: kind, weight, unit",
     ),
     "no weight": (
         "[parallelism.vision]",
@@ -273,7 +278,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "at misplaced": (
         'to = "projector"',
         'to = "projector"\nat = "image"',
-        "boundaries[0].at: rows replace placeholders only in",
+        "'projector' is the LLM, to which rows with `at` go, or from which they come",
     ),
     "at twice": (
         "[parallelism.vision]",

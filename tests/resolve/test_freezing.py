@@ -17,7 +17,6 @@ from hetmesh.models.weights.lora import add_lora, base_name, is_adapter
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import check, compare, reference, run
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.trainer import Trainer
 from support import parity_cases
@@ -115,7 +114,7 @@ def kept_activations(rank, recipe):
         adapted.forward = counting
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
-    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+    job.runtime.run(job.schedule(plan), plan, job.feed(drawn, plan, 0), step=0)
     return sum(kept)
 
 

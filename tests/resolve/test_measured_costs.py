@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetmesh.balance import assign, batch_loads, batch_plan_of, graph_slots, pipeline_score
-from hetmesh.cost import Coefficients, Profile, computed_work, layer_kind
+from hetmesh.cost import Coefficients, Profile, computed_work, layer_kind, upstream_flags
 from hetmesh.cost.fitted import PARTS
 from hetmesh.errors import RecipeError
 from hetmesh.graph import Stage
@@ -35,12 +35,19 @@ def test_loads_are_measured_seconds(tmp_path):
     slots = graph_slots(resolved.graph, 4, resolved.balance)
     for i, name in enumerate(loads.modules):
         shape = resolved.shapes[name]
+        layers = [*zip(shape.layers, upstream_flags(shape, name != "vision"), strict=True)]
+
+        def seconds(work, layers=layers):
+            times = [profile.predict(x, work, upstream=before) for x, before in layers if x.name and work.rows]
+            return sum(t.forward for t in times), sum(t.backward for t in times)
+
         for sample, work in zip(metas, loads.work[:, i].tolist(), strict=True):
             each = computed_work(resolved.graph, name, [sample])
-            times = [profile.predict(x, each, upstream=True) for x in shape.layers if x.name] if each.rows else []
             constant = slots.overhead[i] * UNIT_S if each.rows else 0.0
-            assert constant + work * UNIT_S == pytest.approx(sum(t.forward for t in times), rel=1e-6)
-        assert slots.backward[i] == pytest.approx(2.1, rel=0.15)
+            step = (constant + work * UNIT_S) * (1 + slots.backward[i])
+            assert step == pytest.approx(sum(seconds(each)), rel=1e-6)
+        forward, backward = seconds(resolved.typical.of(name))
+        assert slots.backward[i] == pytest.approx(backward / forward, rel=1e-6)
 
 
 def test_without_a_profile_loads_are_flops():
@@ -151,7 +158,8 @@ def test_measured_collectives_take_the_place_of_a_machines_links(tmp_path, name,
     parts["collectives_forward"] = Coefficients(0.005, 4e-6)
     replace(profile, collectives=kinds | {layer_kind(block, **degrees): parts}).save(path)
     dear = costs_of(path, name)
-    per_row = (dear["llm"].forward[0] - cheap["llm"].forward[0]) * UNIT_S
+    before, after = (cost["llm"].forward[0] * (1 + cost["llm"].backward) for cost in (cheap, dear))
+    per_row = (after - before) * UNIT_S
     assert per_row == pytest.approx(degrees.get("tp", 1) * blocks * 2e-6)  # which balancers divide by
 
 

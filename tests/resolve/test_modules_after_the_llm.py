@@ -1,17 +1,20 @@
 """Modules after the LLM: what check says and refuses, and what is known of their costs."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hetmesh.cost.work import Work, sample_work
+from hetmesh.data.drawn import describe_without_targets
 from hetmesh.errors import RecipeError
 from hetmesh.graph import SampleMeta
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.balance_view import balance_view
 from hetmesh.resolve.predictions import simulate_recipe
-from hetmesh.resolve.resolved import resolve
+from hetmesh.resolve.resolved import check_first_batch, resolve
 from hetmesh.resolve.summary import summary
+from support import drawer_parts as parts
 
 DRAW = Path(__file__).parents[2] / "recipes" / "digits_draw.toml"
 PARALLEL = "--parallelism.pipeline_parallel_schedule=bubble_fill", "--parallelism.drawer.ranks=0-1"
@@ -57,11 +60,97 @@ def test_what_modules_after_the_llm_cannot_do_is_refused_by_name(case):
         resolve(load_recipe(DRAW, overrides))
 
 
-def test_the_loss_that_a_module_after_the_llm_lacks_is_named():
-    text = DRAW.read_text().replace("[modules.drawer.loss] # added", "#").replace('kind = "flow_matching"', "#")
-    text = text.replace("weight = 1.0", "#")
-    with pytest.raises(RecipeError, match=r"modules.drawer.loss is missing: 'llm' reads tokens, as rows replace its"):
-        parse_recipe(text)
+LOSS = '[modules.drawer.loss] # added to the LLM\'s cross-entropy\nkind = "flow_matching"'
+AFTER = '[[boundaries]]\nfrom = "llm"\nto = "drawer"\nat = "image_out"'
+CONNECTED = f'[modules.connector]\nmodel = "mlp"\n{AFTER.replace("drawer", "connector")}\n[[boundaries]]\n'
+CONNECTED += 'from = "connector"\nto = "drawer"'
+ENCODER = "config = { hidden_size = 4, num_hidden_layers = 1, num_attention_heads = 1, patch_size = 4 }"
+AUTOENCODER = f'[modules.encoder]\nmodel = "siglip"\n{ENCODER}\n[[boundaries]]\nfrom = "encoder"\nto = "drawer"'
+NO_LOSS = r"modules\.drawer\.loss is missing: .* its own; 'llm' is the LLM, to which rows with `at` go, or from w.*"
+MISTAKES = {
+    "no loss": (LOSS, "#", NO_LOSS),
+    "no loss behind a connector": (f"{LOSS}|{AFTER}", f"#|{CONNECTED}", NO_LOSS),
+    "no loss beside an encoder": (f"{LOSS}|{AFTER}", f"#|{AFTER}\n{AUTOENCODER}", NO_LOSS),
+    "the LLM's loss": (
+        '"flow_matching"',
+        '"cross_entropy"',
+        r"modules\.drawer\.loss\.kind = 'cross_entropy': only 'llm', the LLM, has target tokens; others count .*",
+    ),
+    "items of the LLM": (
+        LOSS,
+        f'[modules.llm.loss]\nkind = "a:b"\nunit = "items"\n{LOSS}',
+        r"modules\.llm\.loss\.unit = 'items': 'llm', the LLM, has target tokens; write 'tokens'",
+    ),
+    "targets of other items": (
+        AFTER,
+        f'{AFTER}\n[[boundaries]]\nfrom = "vision"\nto = "drawer"',
+        r"modules\.vision\.media: 'vision' reads 'image', and its rows are the targets of 'drawer', which makes 'ima.*",
+    ),
+    "a loss of a connector": (
+        AFTER,
+        CONNECTED.replace('"mlp"', '"mlp"\nconfig = { out_features = 6 }\nloss = { kind = "mse" }'),
+        r"modules\.connector\.loss: 'connector' hands its rows on to 'drawer'; after 'llm' only .*",
+    ),
+    "no at": (
+        'at = "image_out"',
+        "",
+        r"boundaries\[2\]\.at is missing: name the placeholder of the tokens whose hidden states 'drawer' reads, .*",
+    ),
+    "at of nothing": (
+        'at = "image_out"',
+        'at = "image_uot"',
+        r"boundaries\[2\]\.at = 'image_uot': data source 'digits' has the placeholders \['image', 'image_out'\]",
+    ),
+    "no such layer": (
+        AFTER,
+        AFTER + '\nlayer = "layers.1"',
+        r"boundaries\[2\]\.layer = 'layers.1': of 'llm' hidden states behind model.layers.0 to model.norm can be .*",
+    ),
+    "at twice": (
+        AFTER,
+        CONNECTED + '\nat = "image_out"',
+        r"boundaries\[3\]\.at: rows replace placeholders only in 'llm', but connector->drawer ends elsewhere; leave .*",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_is_one_line_that_names_its_key(mistake):
+    old, new, says = MISTAKES[mistake]
+    text = DRAW.read_text().replace("weight = 1.0", "#")
+    for before, after in zip(old.split("|"), new.split("|"), strict=True):
+        assert before in text
+        text = text.replace(before, after)
+    with pytest.raises(RecipeError) as caught:
+        resolve(parse_recipe(text))
+    assert re.fullmatch(says, str(caught.value)), caught.value
+
+
+def test_items_that_seq_len_cuts_are_told_with_the_key():
+    resolved = resolve(load_recipe(DRAW, ("--modules.drawer.config.queries=400",)))
+    drawn = resolved.loader().batch(0)
+    places = [i for i in range(len(drawn)) if not drawn.given.num_targets[i]]
+    assert f"(training.seq_len = 128 cuts the media of {len(places)})" in describe_without_targets(drawn, places, 128)
+    assert check_first_batch(resolved) == [
+        "modules.drawer.loss: the first batch has none of the latents that it counts; training.seq_len = 128 may cut "
+        "them"
+    ]
+
+
+def test_an_encoder_in_the_place_of_the_llm_is_told_what_put_it_there():
+    text = parts.LLM.replace("image_out = [1, 8, 8]", "image = [1, 8, 8], image_out = [1, 8, 8]")
+    seen = f'[modules.vision]\nmodel = "siglip"\n{ENCODER}\n[[boundaries]]\nfrom = "vision"\nto = "llm"\nat = "image"'
+    with pytest.raises(RecipeError, match=r"modules\.vision: siglip reads media, .* does the boundary out of the LLM"):
+        resolve(parse_recipe("\n".join([text, seen, parts.FLOW.replace('at = "image_out"', "")])))
+
+
+@pytest.mark.parametrize(("weights", "left"), [((1, 0), ["drawer"]), ((0, 1), []), ((1, 1), [])])
+def test_a_module_that_only_weight_decay_would_change_is_told(weights, left):
+    llm = f"--modules.llm.loss={{kind = 'cross_entropy', weight = {weights[0]}}}"
+    resolved = resolve(load_recipe(DRAW, (llm, f"--modules.drawer.loss.weight={weights[1]}")))
+    assert [note.split(":")[0] for note in resolved.notes] == [f"modules.{name}" for name in left]
+    frozen = ("--modules.drawer.trainable=false", f"--modules.drawer.loss.weight={weights[1]}")
+    assert not resolve(load_recipe(DRAW, (llm, *frozen))).notes
 
 
 def test_the_summary_says_what_is_added_up():

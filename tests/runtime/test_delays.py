@@ -11,7 +11,6 @@ from hetmesh.parallel import local_gradient
 from hetmesh.recipe.recipe import parse_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.step_runner import StepRunner
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from support.often import some
 
@@ -76,7 +75,7 @@ def delayed_steps(rank, recipe, runs):
     def gradients():
         for parameter in parameters:
             parameter.grad = None
-        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+        job.runtime.run(schedule, plan, job.feed(drawn, plan, 0), step=0)
         return [None if (own := local_gradient(p)) is None else own.clone() for p in parameters]
 
     def slow(step, action):
@@ -120,7 +119,7 @@ def sent_and_kept(rank, recipe):
 
     StepRunner.drain = counting
     try:
-        job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+        job.runtime.run(schedule, plan, job.feed(drawn, plan, 0), step=0)
     finally:
         StepRunner.drain = drain
     return found[0]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hetmesh.boundary import World
 from hetmesh.checkpoint.saved_run import SavedRun
 from hetmesh.export.export import export_last
+from hetmesh.parallel.linear_cross_entropy import sum_cross_entropy
 from hetmesh.recipe import sections
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checkpoint_folders import complete_steps
@@ -32,7 +33,6 @@ from hetmesh.resolve.samples import held_out_source
 from hetmesh.testing.parity import TOLERANCE, Outcome, ParityError, is_split
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.testing.precision import exact_dtypes
-from hetmesh.training.loss import sum_cross_entropy
 from hetmesh.training.one_process import OneProcess
 from hetmesh.training.trainer import Trainer
 from support.recipe_runs import BEHIND

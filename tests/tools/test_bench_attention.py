@@ -35,8 +35,12 @@ def test_a_small_run_has_every_key(attention, monkeypatch):
     monkeypatch.setattr(attention, "RANKS", (2,))
     parser = argparse.ArgumentParser()
     attention.add_arguments(parser)
-    result = attention.run(parser.parse_args(["--tokens", "2048", "--local-tokens", "512", "--rounds", "1"]))
+    sizes = ["--tokens", "2048", "--local-tokens", "512", "--hybrid-tokens", "512"]
+    result = attention.run(parser.parse_args([*sizes, "--rounds", "1"]))
     assert result.keys() >= {"measured_ratio", "predicted_ratio", "cpu_ratio", "memory_growth"}
+    assert min(result["hybrid_speedup"], result["hybrid_predicted"]) > 0
+    assert result["hybrid"]["cuts"] > 0
+    assert sum(result["hybrid"]["rows"]) == 512
     assert result["tiles_ratio"] > 1.05
     assert 1 <= result["predicted_ratio"] <= result["tiles_ratio"]
     assert result["busy_slowdown"] >= 1

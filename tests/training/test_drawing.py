@@ -181,6 +181,9 @@ def test_an_image_where_none_is_made_is_an_error(saved, tmp_path, monkeypatch):
         UsageError, match=r"the answer to 'draw a seven' is an image; say where to write it: --out FILE"
     ):
         list(generate._asked(saved, asked("draw a seven", None)))
+    index = next(i for i in range(HELD_OUT) if held_out().question(i) == "draw a seven=")
+    with pytest.raises(UsageError, match=rf"the answer of sample {index} is an image; say where to write it: --out"):
+        list(generate._held_out(saved, asked(None, None, index)))
     with pytest.raises(UsageError, match=r"--out: the question asks for none of what the model makes \(image_out\)"):
         list(generate._asked(saved, asked("add 3+4", path)))
     with pytest.raises(UsageError, match=r"--out .*seven.xyz: unknown file extension"):

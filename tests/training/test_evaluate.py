@@ -10,6 +10,7 @@ from hetmesh.boundary import World, init
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 from hetmesh.errors import SampleError
+from hetmesh.parallel import linear_cross_entropy
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import resolve
@@ -69,7 +70,8 @@ def one_by_one(recipe):
 def on_this_rank(rank, recipe, limits):
     world = World.current()
     job = Job.assemble(resolve(recipe), world)
-    with exact_dtypes(job.root):
+    with exact_dtypes(job.root), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(linear_cross_entropy, "CHUNK_BYTES", 1)  # a chunk of logits for each target
         found = [evaluate(job, held_out(), limit) for limit in limits]
     return [(e.loss, e.right.tolist(), e.predicted.tolist()) for e in found]
 

@@ -8,6 +8,7 @@ from hetmesh.balance import plan_batch
 from hetmesh.data import Loader
 from hetmesh.data.digits import DigitsSource
 from hetmesh.graph import Stage
+from hetmesh.models.draws import FIRST
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
@@ -42,7 +43,7 @@ def feed_all(name, *overrides):
         loader = Loader(source, recipe.batch.global_batch_size, resolved.expander)
         drawn = next(loader)
         plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
-        feed = Feed(loader, drawn, plan, resolved.adapters, rank)
+        feed = Feed(loader, drawn, plan, resolved.adapters, rank, FIRST)
         for module in graph.order:
             for stage in range(graph[module].num_stages):
                 if rank in graph[module].stage_mesh(stage):

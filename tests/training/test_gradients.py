@@ -13,7 +13,6 @@ from hetmesh.boundary.world import reduce_over_ranks
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import reference
-from hetmesh.training.feed import Feed
 from hetmesh.training.gradients import clip_factor, counted, scale, squared_norm
 from hetmesh.training.job import Job
 
@@ -26,7 +25,7 @@ def norm_and_clip(rank, recipe, max_norm):
     job = Job.assemble(resolve(recipe), world)
     drawn = next(job.loader)
     plan = job.plan([d.meta for d in drawn])
-    job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+    job.runtime.run(job.schedule(plan), plan, job.feed(drawn, plan, 0), step=0)
     parameters = list(job.root.parameters())
     scale(parameters, 1 / plan.num_targets)
     norms = []
@@ -120,7 +119,7 @@ def gradients_of_a_run(rank, recipe, missing):
     for _ in missing:
         for p in job.parameters():
             p.grad = None
-        job.runtime.run(job.schedule(plan), plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+        job.runtime.run(job.schedule(plan), plan, job.feed(drawn, plan, 0), step=0)
         found.append(parameter is not None and parameter.grad is not None)
     return found
 

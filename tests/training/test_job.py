@@ -12,6 +12,7 @@ from hetmesh.data.source import Sample
 from hetmesh.errors import SampleError
 from hetmesh.graph import Stage
 from hetmesh.graph.sample import MediaItem, SampleMeta
+from hetmesh.models.draws import FIRST
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.training.feed import Feed
@@ -108,7 +109,7 @@ def load_everything(bad):
     drawn = next(loader)
     plan = plan_batch(graph, [d.meta for d in drawn], recipe.batch.microbatch_size)
     return [
-        Feed(loader, drawn, plan, resolved.adapters, rank)(Stage(name), m)
+        Feed(loader, drawn, plan, resolved.adapters, rank, FIRST)(Stage(name), m)
         for name in graph.order
         for rank in graph[name].mesh.ranks
         for m in range(plan.num_microbatches)

@@ -161,6 +161,21 @@ def test_a_loss_that_is_not_finite_is_named(world, tmp_path, name):
         trainer.run()
 
 
+def endless(output, batch):
+    return output.square().sum() + math.inf
+
+
+def test_a_loss_that_is_only_measured_need_not_be_finite(world, tmp_path):
+    measured = ("--modules.drawer.loss.weight", "0.0", "--modules.drawer.trainable", "false")
+    keys = ("--job.dump_folder", str(tmp_path), "--training.steps", "2", *measured)
+    summary = hetmesh.train(parse_recipe(RECIPE, keys), loss={"drawer": endless})
+    steps, evaluated = lines_of(tmp_path)
+    for line in (*steps, evaluated[-1]["validation"]):
+        assert math.isfinite(line["loss"])
+        assert line["losses"]["drawer"] is None
+    assert math.isfinite(summary["validation_loss"])
+
+
 def test_several_custom_losses_from_python_and_a_mean_is_found_out(world, tmp_path):
     recipe = parse_recipe(RECIPE, ("--job.dump_folder", str(tmp_path), "--training.steps", "2"))
     assert hetmesh.train(recipe, loss={"llm": smoothed, "drawer": distances})["steps"] == 2
@@ -168,6 +183,8 @@ def test_several_custom_losses_from_python_and_a_mean_is_found_out(world, tmp_pa
         hetmesh.train(recipe, loss={"llm": smoothed, "drawer": mean_distance})
     with pytest.raises(RecipeError, match=r"loss of 'painter': the modules with a loss are vision, llm, drawer, pose"):
         hetmesh.train(recipe, loss={"painter": distances})
+    with pytest.raises(RecipeError, match=r"loss of 'drawer': must be a function .* summed loss, got 'mse'"):
+        hetmesh.train(recipe, loss={"drawer": "mse"})
     with hetmesh.open_job(recipe) as job:
         own = job.forward_backward()
     with hetmesh.open_job(recipe, loss={"llm": smoothed, "drawer": distances}) as job:
@@ -232,7 +249,10 @@ REFUSED = {
         r"modules\.pose\.loss\.unit is missing: say what 'support\.losses:distances' is divided by",
     ),
     "a placeholder that no sample has": (('at = "pose"', 'at = "gesture"'), r"boundaries\[2\]\.at = 'gesture': data"),
-    "a target of another shape": (("pose = [2, 3]", "pose = [2, 4]"), r"modules\.pose\.config\.out_features\), but a"),
+    "a target of another shape": (
+        ("pose = [2, 3]", "pose = [2, 4]"),
+        r"pose\.config\.out_features\), .* must be that$",
+    ),
     "an image that patches do not cover": (
         ("drawing = [1, 8, 8]", "drawing = [1, 9, 9]"),
         r"modules\.drawer\.config\.p",

@@ -3,12 +3,12 @@
 import pytest
 
 from hetmesh.balance import plan_batch
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.data.loader import Loader
 from hetmesh.errors import RecipeError
 from hetmesh.graph import SampleMeta, Stage
 from hetmesh.recipe.sections import Data
 from hetmesh.resolve import schedules as recipe_schedule_module
-from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import StepSchedules, over_in_flight, recipe_schedule
 from hetmesh.schedule import Kind

@@ -85,7 +85,8 @@ EXPERTS = {
     "fsdp 2, cp 2, again": LAYOUTS["cp 2, fsdp 2, again"],
 }
 """Of experts that ranks share, beside one that every token goes through."""
-OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("lfm2", "cp 2")]
+OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("qwen3_5_moe", "ep 2, tp 2, sp")]
+"""With a convolution; `attention/test_recurrence.py` has convolutions alone, and cuts of every kind."""
 
 
 @pytest.mark.slow

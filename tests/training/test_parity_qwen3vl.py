@@ -103,6 +103,7 @@ def hybrid(given):
 
 LINEAR = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 4, "value_head_dim": 4}
 EP = "\nexpert_parallel_degree = 2"
+LOSS = 'loss = { kind = "support.losses:squares", unit = "items", weight = 0.1 }'
 CASES = {
     "disjoint": recipe(table("vision", "0-1"), table("llm", "2-3", tp=2)),
     "colocated, context parallel": recipe(table("vision", "0-3"), cp("0-3", 2)),
@@ -125,7 +126,7 @@ CASES = {
         vision="lora = { rank = 2 }",
     ),
     "both context parallel": recipe(
-        table("vision", "0-3", context_parallel_degree=2), cp("0-3", 2, pp=2), policy="three_phase"
+        table("vision", "0-3", context_parallel_degree=2), cp("0-3", 2, pp=2), policy="three_phase", vision=LOSS
     ),
     "encoder sharded and context parallel": recipe(
         table("vision", "0-3", context_parallel_degree=2, fsdp=2), cp("0-3", 2, tp=2) + SP
@@ -144,6 +145,14 @@ CASES = {
     ),
     "lora": recipe(table("vision", "0-1"), cp("2-3", 2), vision="trainable = false", llm="lora = { rank = 2 }"),
 }
+
+
+def test_a_loss_of_ranks_that_share_an_item_cannot_leave_samples_out():
+    given = recipe(table("vision", "0-1", context_parallel_degree=2), vision=LOSS)
+    given = given.model_copy(update={"data": given.data.model_copy(update={"on_bad_sample": "skip"})})
+    says = r"modules.vision.loss: not together with its context parallel ranks and data.on_bad_sample = 'skip'"
+    with pytest.raises(RecipeError, match=says):
+        resolve(given)
 
 
 @pytest.mark.parametrize("case", CASES)

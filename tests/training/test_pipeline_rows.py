@@ -18,7 +18,6 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.resolve.schedules import recipe_schedule
 from hetmesh.schedule import Kind
 from hetmesh.simulate import Timeline, bubbles, simulate
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from support.parity_cases import recipe, table
 
@@ -54,7 +53,7 @@ def one_step(rank, recipe):
     job.runtime.modules = stages
     job.runtime.recording = []
     world.log.clear()
-    job.runtime.run(schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), step=0)
+    job.runtime.run(schedule, plan, job.feed(drawn, plan, 0), step=0)
     messages = {(m.label.boundary, m.label.direction) for m in world.log.messages}
     of_stages = {str(s): (saved.elements, saved.ran) for s, saved in stages.items()}
     return messages, of_stages, job.runtime.recording

@@ -16,7 +16,6 @@ from hetmesh.layout import MeshSpec
 from hetmesh.parallel import local_gradient
 from hetmesh.parallel.fully_shard import apply_fully_shard
 from hetmesh.resolve.resolved import resolve
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from support.parity_cases import SLICES, recipe, table
 
@@ -196,7 +195,7 @@ def gradients_after(rank, given, evaluate=False):
         drawn = job.loader.batch(0)
         plan = job.plan(drawn.metas)
         world.log.clear()
-        feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
+        feed = job.feed(drawn, plan, 0)
         job.runtime.run(job.schedule(plan, training=False), plan, feed, step=0)
         assert all(isinstance(p, DTensor) for p in job.parameters() if p.ndim)
         gathered = world.log.bytes_received("parameters of llm.0")

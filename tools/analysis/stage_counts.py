@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from hetmesh.cost import LayerTime
-from hetmesh.cost.stage_cuts import StageMemory, partition, runs
+from hetmesh.cost.stage_cuts import partition, runs
 from hetmesh.errors import GraphError
 from hetmesh.graph import ModuleGraph
 
@@ -26,7 +25,6 @@ class Chain:
         forward, backward: seconds of each layer in one microbatch. Backward as the layer is trained and fed: 0 for a
             frozen encoder (`hetmesh.cost.layer_time`).
         ranks: of one stage.
-        memory: of its layers on one rank; None does not limit it.
         follows: shares the ranks of another module's stage instead of having its own, as a projector does that goes
             with its consumer: the name of that module. It is not cut, and its time counts to that module's first stage.
     """
@@ -34,7 +32,6 @@ class Chain:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     ranks: int = 1
-    memory: StageMemory | None = None
     follows: str | None = None
 
     @cached_property
@@ -45,7 +42,7 @@ class Chain:
     @property
     def blind(self) -> Chain:
         """With a backward of twice the forward everywhere: what is seen without looking at what is frozen."""
-        return Chain(self.forward, tuple(2 * f for f in self.forward), self.ranks, self.memory, self.follows)
+        return Chain(self.forward, tuple(2 * f for f in self.forward), self.ranks, self.follows)
 
 
 @dataclass(frozen=True)
@@ -72,25 +69,23 @@ def stage_counts(graph: ModuleGraph, chains: Mapping[str, Chain], ranks: int, mi
     is tried, each with the exact cut (`partition`).
 
     Raises:
-        GraphError: no way takes exactly `ranks` ranks, or none fits into the memory.
+        GraphError: no way takes exactly `ranks` ranks.
     """
     names = [name for name in graph.order if chains[name].follows is None]
     best: StageCounts | None = None
-    found: dict[tuple[str, int, int], tuple[int, ...] | None] = {}
-    tried = False
+    found: dict[tuple[str, int], tuple[int, ...]] = {}
     for counts in _shares([chains[n].ranks for n in names], [len(chains[n].costs) for n in names], ranks):
-        tried = True
-        stages = dict(zip(names, counts, strict=True))
-        cuts = {n: _cut(graph, chains, n, stages, microbatches, found) for n in names}
-        if any(cut is None for cut in cuts.values()):
-            continue
-        score = time_of_cuts(graph, chains, {n: cut for n, cut in cuts.items() if cut}, microbatches)
+        cuts = {}
+        for name, count in zip(names, counts, strict=True):
+            if (name, count) not in found:
+                found[name, count] = partition(_costs(chains, name), count)
+            cuts[name] = found[name, count]
+        score = time_of_cuts(graph, chains, cuts, microbatches)
         if best is None or score.seconds < best.seconds * (1 - 1e-12):
             best = score
     if best is None:
-        why = "fits into the memory" if tried else "takes exactly that many"
         each = {name: f"{len(chains[name].costs)} layers, {chains[name].ranks} ranks per stage" for name in names}
-        raise GraphError(f"{ranks} ranks for the stages of {each}: no way {why}")
+        raise GraphError(f"{ranks} ranks for the stages of {each}: no way takes exactly that many")
     return best
 
 
@@ -114,33 +109,6 @@ def _costs(chains: Mapping[str, Chain], name: str) -> tuple[float, ...]:
     """Of a module's layers, with those of the modules that share the ranks of its first stage on the first layer."""
     first, *rest = chains[name].costs
     return (first + sum(sum(c.costs) for c in chains.values() if c.follows == name), *rest)
-
-
-def _cut(
-    graph: ModuleGraph,
-    chains: Mapping[str, Chain],
-    name: str,
-    stages: Mapping[str, int],
-    microbatches: int,
-    found: dict[tuple[str, int, int], tuple[int, ...] | None],
-) -> tuple[int, ...] | None:
-    behind = _behind(graph, stages, name)
-    key = name, stages[name], behind if chains[name].memory else 0
-    if key not in found:
-        count = stages[name]
-        held = [min(microbatches, behind + count - i) for i in range(count)]
-        found[key] = None  # where no cut fits
-        with suppress(GraphError):
-            found[key] = partition(_costs(chains, name), count, memory=chains[name].memory, in_flight=held)
-    return found[key]
-
-
-def _behind(graph: ModuleGraph, stages: Mapping[str, int], name: str) -> int:
-    """Stages on the longest path from module `name` to the LLM: each holds one more microbatch in flight in front of
-    it (1F1B; siblings add nothing)."""
-    return max(
-        (stages.get(b.destination, 0) + _behind(graph, stages, b.destination) for b in graph.outputs(name)), default=0
-    )
 
 
 def _shares(sizes: Sequence[int], most: Sequence[int], ranks: int) -> Iterator[tuple[int, ...]]:

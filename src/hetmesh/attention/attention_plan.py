@@ -36,20 +36,13 @@ class TakenRows:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned(TakenRows):
-    """Keys that each rank takes from others, those that it needs. `work`: what this rank computes on its buffer."""
-
-    work: KernelCalls
-
-
-@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """One rank's part of attention. `chunks`: of keys of other ranks, in the order in which every rank goes through
-    them."""
+    them, and what this rank computes on its buffer of each."""
 
     shares: RowSplit
     own: KernelCalls
-    chunks: tuple[Planned, ...]
+    chunks: tuple[tuple[TakenRows, KernelCalls], ...]
     masks: PartialMasks
 
 
@@ -67,7 +60,9 @@ def plan_attention(
     blocks = Blocks.make(mask, runs, window)
     held = Buffer.of(runs)
     order = fetch_order(mask, shares, window, chunk)
-    chunks = tuple(_planned(taken, shares, coordinate, blocks) for taken in order)
+    chunks = tuple(
+        (taken_rows(taken, shares, coordinate), blocks.work(Buffer.of(taken[coordinate]))) for taken in order
+    )
     return AttentionPlan(RowSplit(0, shares), blocks.work(held), chunks, PartialMasks(mask, window))
 
 
@@ -141,8 +136,3 @@ def taken_rows(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coor
     served = _by_owner(everything, _owners(shares), len(shares))
     places = Buffer.of(shares[coordinate]).places(served[coordinate])
     return TakenRows(RowSplit(0, taken), RowSplit(0, tuple(served)), places)
-
-
-def _planned(taken: tuple[Intervals, ...], shares: tuple[Intervals, ...], coordinate: int, blocks: Blocks) -> Planned:
-    rows = taken_rows(taken, shares, coordinate)
-    return Planned(rows.taken, rows.served, rows.places, blocks.work(Buffer.of(taken[coordinate])))

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hetmesh.attention.attention_plan import AttentionPlan, plan_attention
-from hetmesh.attention.fetch import Finish, Wires, fetch, give_back
+from hetmesh.attention.attention_plan import AttentionPlan, TakenRows, plan_attention
+from hetmesh.attention.fetch import Finish, Wires, collect, fetch, give_back
 from hetmesh.attention.flex import FLEX, flex_backward, flex_forward
 from hetmesh.attention.kernels import ForwardState, Kernel, Running, Terms, cpu_backward, cpu_forward, fold, unfold
 from hetmesh.attention.key_blocks import KernelCalls
@@ -119,21 +119,21 @@ class ContextAttention:
 
         def start(number: int) -> Finish:
             assert self.wires is not None
-            return fetch(self.wires, plan.shares, plan.chunks[number], number, kv, direction)
+            return fetch(self.wires, plan.shares, plan.chunks[number][0], number, kv, direction)
 
         coming = deque(start(number) for number in range(min(CHUNKS_AHEAD, len(plan.chunks))))
         yield -1, kv, plan.own
-        for number, chunk in enumerate(plan.chunks):
+        for number, (_, work) in enumerate(plan.chunks):
             buffer = coming.popleft()()
             if number + CHUNKS_AHEAD < len(plan.chunks):
                 coming.append(start(number + CHUNKS_AHEAD))
-            yield number, buffer, chunk.work
+            yield number, buffer, work
             del buffer
 
     def give_back(self, plan: AttentionPlan, number: int, gradient: Tensor) -> Finish:
         """Start to return the gradient of a chunk's buffer."""
         assert self.wires is not None
-        return give_back(self.wires, plan.shares, plan.chunks[number], number, gradient)
+        return give_back(self.wires, plan.shares, plan.chunks[number][0], number, gradient)
 
 
 class _Attention(torch.autograd.Function):
@@ -165,18 +165,18 @@ class _Attention(torch.autograd.Function):
         saved = ForwardState(fold(q, heads), fold(out, heads), seen, fold(gradients[0], heads))
         dq = torch.zeros_like(saved.q, dtype=logsumexp.dtype)
         dkv = torch.zeros_like(kv, dtype=logsumexp.dtype)
-        returning: deque[tuple[int, Finish]] = deque()
+        returning: deque[tuple[TakenRows, Finish]] = deque()
         for number, buffer, work in state.stream(plan, kv, "backward"):
             part = dkv if number < 0 else torch.zeros_like(buffer, dtype=dkv.dtype)
             ctx.kernel.backward(saved, buffer, work, ctx.terms, dq, part)
             del buffer
             if number >= 0:
                 if len(returning) == CHUNKS_AHEAD:
-                    _collect(dkv, plan, *returning.popleft())
-                returning.append((number, state.give_back(plan, number, part.to(kv.dtype))))
+                    collect(dkv, *returning.popleft())
+                returning.append((plan.chunks[number][0], state.give_back(plan, number, part.to(kv.dtype))))
             del part
         while returning:
-            _collect(dkv, plan, *returning.popleft())
+            collect(dkv, *returning.popleft())
         to_k, to_v = dkv.to(kv.dtype).unbind(1)
         return unfold(dq.to(q.dtype), len(q)), to_k.transpose(0, 1), to_v.transpose(0, 1), None, None, None
 
@@ -184,11 +184,3 @@ class _Attention(torch.autograd.Function):
 def _stacked(k: Tensor, v: Tensor) -> Tensor:
     """`[rows, 2, key heads, features]`: what is sent lies together."""
     return torch.stack([k.transpose(0, 1), v.transpose(0, 1)], 1)
-
-
-def _collect(dkv: Tensor, plan: AttentionPlan, number: int, returning: Finish) -> None:
-    """Add the gradients of own rows that other ranks used."""
-    came, at = returning(), 0
-    for a, b in plan.chunks[number].places:
-        dkv[a:b] += came[at : at + b - a]
-        at += b - a

@@ -55,19 +55,43 @@ def delta_rule(
     Returns:
         `[rows, heads, dv]` of v's dtype, and the states at the ends, `[n, heads, dk, dv]` in fp32 or better.
     """
+    bounds = np.asarray(bounds, np.int64)
     kernel = _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", q)
-    if kernel is None:
-        return _chunked(q, k, v, g, beta, np.asarray(bounds), initial_state, normalize)
-    out, state = kernel(
-        *(x[None] for x in (q, k, v)),
-        g=g[None],
-        beta=beta[None],
-        initial_state=initial_state,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=normalize,
-        cu_seqlens=on_device(np.asarray(bounds, np.int64), q.device),
-    )
-    return out[0], state
+    if kernel is not None:
+        out, state = kernel(
+            *(x[None] for x in (q, k, v)),
+            g=g[None],
+            beta=beta[None],
+            initial_state=initial_state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=normalize,
+            cu_seqlens=on_device(bounds, q.device),
+        )
+        return out[0], state
+    dtype, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
+    with torch.autocast(v.device.type, enabled=False):
+        *found, sizes = _chunks(bounds)
+        index, back, order, place = (on_device(x, v.device) for x in found)
+        q, k, v_, g, beta = (_by_chunk(x.to(dtype), index) for x in (q, k, v, g[..., None], beta[..., None]))
+        if normalize:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        if groups > 1:
+            q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+        q = q * q.shape[-1] ** -0.5
+        decay = g.cumsum(2)  # [chunks, heads, C, 1]
+        above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+        # Masked before exp: above the diagonal it would overflow.
+        pairs = (decay - decay.mT).masked_fill(above, -torch.inf).exp()
+        scaled, last = k * beta, decay[:, :, -1:]
+        right = torch.cat([v_ * beta, scaled * decay.exp()], -1)
+        solved = torch.linalg.solve_triangular((scaled @ k.mT) * pairs, right, upper=False, unitriangular=True)
+        new, seen = solved.split([v_.shape[-1], k.shape[-1]], -1)
+        parts = (new, seen, (q @ k.mT) * pairs, q * decay.exp(), (k * (last - decay).exp()).mT, last.exp())
+        if initial_state is None:
+            initial_state = v_.new_zeros(len(order), v_.shape[1], k.shape[-1], v_.shape[-1])
+        out, state = _scan(parts, sizes, initial_state.to(dtype)[order])
+        rows = out.transpose(1, 2).flatten(0, 1)[back]
+        return rows.to(v.dtype), state[place]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -99,42 +123,6 @@ def _function(package: str, name: str) -> Callable[..., Any] | None:
 
 def _kernel(package: str, name: str, x: Tensor) -> Callable[..., Any] | None:
     return _function(package, name) if x.device.type in KERNEL_DEVICES and x.dtype is not torch.float64 else None
-
-
-def _chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    bounds: np.ndarray,
-    initial_state: Tensor | None,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    dtype, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
-    with torch.autocast(v.device.type, enabled=False):
-        *found, sizes = _chunks(bounds)
-        index, back, order, place = (on_device(x, v.device) for x in found)
-        q, k, v_, g, beta = (_by_chunk(x.to(dtype), index) for x in (q, k, v, g[..., None], beta[..., None]))
-        if normalize:
-            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        if groups > 1:
-            q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
-        q = q * q.shape[-1] ** -0.5
-        decay = g.cumsum(2)  # [chunks, heads, C, 1]
-        above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
-        # Masked before exp: above the diagonal it would overflow.
-        pairs = (decay - decay.mT).masked_fill(above, -torch.inf).exp()
-        scaled, last = k * beta, decay[:, :, -1:]
-        right = torch.cat([v_ * beta, scaled * decay.exp()], -1)
-        solved = torch.linalg.solve_triangular((scaled @ k.mT) * pairs, right, upper=False, unitriangular=True)
-        new, seen = solved.split([v_.shape[-1], k.shape[-1]], -1)
-        parts = (new, seen, (q @ k.mT) * pairs, q * decay.exp(), (k * (last - decay).exp()).mT, last.exp())
-        if initial_state is None:
-            initial_state = v_.new_zeros(len(order), v_.shape[1], k.shape[-1], v_.shape[-1])
-        out, state = _scan(parts, sizes, initial_state.to(dtype)[order])
-        rows = out.transpose(1, 2).flatten(0, 1)[back]
-        return rows.to(v.dtype), state[place]
 
 
 def _scan(parts: Sequence[Tensor], sizes: list[int], state: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,14 @@ def give_back(wires: Wires, shares: RowSplit, chunk: TakenRows, number: int, gra
     return exchange(wires, back, gradient, wires.label("backward", " gradients"), _FIRST_TAG + 2 * number + 1)
 
 
+def collect(total: Tensor, chunk: TakenRows, returning: Finish) -> None:
+    """Add the gradients of own rows that other ranks used, which `give_back` brings, to those of all own rows."""
+    came, at = returning(), 0
+    for a, b in chunk.places:
+        total[a:b] += came[at : at + b - a]
+        at += b - a
+
+
 def exchange(wires: Wires, plan: TransferPlan, local: Tensor, label: Label, tag: int = _FIRST_TAG) -> Finish:
     """Start to carry out a plan among the ranks of a group; its tag may be that of another which is over before."""
     # P2P needs no process group, which all ranks of the job would have to make; a job on NCCL has made one.

@@ -22,8 +22,8 @@ from hetmesh._torch_compat import not_compiled
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.flex import on_device
 from hetmesh.attention.in_transformers import counter
-from hetmesh.attention.pieces import sample_starts
 from hetmesh.attention.recurrence import shared_convolution, shared_delta_rule
+from hetmesh.context.pieces import sample_starts
 from hetmesh.errors import BoundaryError
 
 CACHES = frozenset({"cache", "past_key_values", "cache_params"})
@@ -55,6 +55,11 @@ def _forward(part: nn.Module) -> Any:
 def has_functions(mixer: nn.Module) -> bool:
     """Whether hetmesh has functions by which it remembers: if no others, ranks can share its tokens."""
     return bool(FUNCTIONS.keys() & set(_forward(mixer).__code__.co_names))
+
+
+def uses_delta_rule(mixer: nn.Module) -> bool:
+    """Whether its forward calls a function for the delta rule."""
+    return any("delta_rule" in name for name in _forward(mixer).__code__.co_names)
 
 
 def use_in_mixer(mixer: nn.Module, padded: bool) -> None:

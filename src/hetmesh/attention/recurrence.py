@@ -1,16 +1,16 @@
 """Recurrences and convolutions over the rows of a `ContextAttention`: anew at each sample, and on across ranks.
 
-What a piece of a sample (`pieces.py`) does to the state S of a head is an affine map, S -> A S + B. Each rank makes
-[B | A] of its pieces before a cut by running the rule itself on [0 | I]. The maps go to ranks by heads, each of which
-goes through all pieces of its heads in the order of their positions, and the states at the cuts go back to the ranks
-that go on from them: what is sent depends on the number of cuts alone, not on lengths, ranks or who owns which piece.
-The backward is the transpose. Maps are fp32: A only shrinks (|I - b k k^T| <= 1) and nothing is divided, so the error
-is that of one scan; in bf16 it would be 1e-3.
+What a piece of a sample (`hetmesh.context.pieces`) does to the state S of a head is an affine map, S -> A S + B. Each
+rank makes [B | A] of its pieces before a cut by running the rule itself on [0 | I]. The maps go to ranks by heads, each
+of which goes through all pieces of its heads in the order of their positions, and the states at the cuts go back to the
+ranks that go on from them: what is sent depends on the number of cuts alone, not on lengths, ranks or who owns which
+piece. The backward is the transpose. Maps are fp32: A only shrinks (|I - b k k^T| <= 1) and nothing is divided, so the
+error is that of one scan; in bf16 it would be 1e-3.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,13 +19,53 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from hetmesh.attention.attention_plan import TakenRows, taken_rows
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.delta_rule import convolve, delta_rule
-from hetmesh.attention.fetch import Wires, exchange, fetch, give_back
+from hetmesh.attention.fetch import Wires, collect, exchange, fetch, give_back
 from hetmesh.attention.flex import on_device
-from hetmesh.attention.pieces import Halo, Pieces, plan_halo, plan_pieces
-from hetmesh.context.mask_sources import ragged
-from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+from hetmesh.context import Mask
+from hetmesh.context.mask_sources import merge, ragged
+from hetmesh.context.pieces import Pieces, plan_pieces
+from hetmesh.layout import Intervals, Layout, MeshSpec, RowSplit, TransferPlan, plan_transfer
+
+
+@dataclass(frozen=True, eq=False)
+class Halo:
+    """What a causal convolution reads. Its rows are this rank's, then those of `taken`, then one of zeros.
+
+    Attributes:
+        taken: the rows in front of pieces that go on.
+        rows: int64: what the convolution runs over: in front of each piece its `kernel - 1` rows, or zeros.
+        out: int64: where in that each of this rank's rows is.
+    """
+
+    taken: TakenRows
+    rows: np.ndarray
+    out: np.ndarray
+
+
+@lru_cache(maxsize=128)
+def plan_halo(mask: Mask, shares: tuple[Intervals, ...], coordinate: int, kernel: int) -> Halo:
+    """The halo of one rank's pieces for a convolution over `kernel` tokens."""
+    reach = kernel - 1
+    taken = []
+    for rank in range(len(shares)):
+        pieces = plan_pieces(mask, shares, rank)
+        first, stop = np.maximum(pieces.samples, pieces.starts - reach), pieces.starts
+        spans = merge(first[first < stop], stop[first < stop])
+        taken.append(tuple(zip(*(edges.tolist() for edges in spans), strict=True)))
+    pieces = plan_pieces(mask, shares, coordinate)
+    own, sizes = int(pieces.bounds[-1]), np.diff(pieces.bounds)
+    held = np.array([p for a, b in taken[coordinate] for p in range(a, b)], np.int64)
+    front = pieces.starts[:, None] + np.arange(-reach, 0)  # [pieces, reach], positions
+    found = np.searchsorted(held, front)
+    front = np.where(front >= pieces.samples[:, None], own + found, own + len(held))
+    out = np.arange(own) + reach * np.repeat(np.arange(1, len(sizes) + 1), sizes)
+    rows = np.empty(own + reach * len(sizes), np.int64)
+    rows[out] = np.arange(own)
+    rows[(pieces.bounds[:-1] + reach * np.arange(len(sizes)))[:, None] + np.arange(reach)] = front
+    return Halo(taken_rows(tuple(taken), shares, coordinate), rows, out)
 
 
 def shared_convolution(
@@ -86,21 +126,14 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: ContextAttention, halo: Halo) -> Tensor:
-        ctx.wires, ctx.shares, ctx.taken, ctx.rows = (
-            _wires(state, "halo"),
-            RowSplit(0, state.shares),
-            halo.taken,
-            len(x),
-        )
+        ctx.wires, ctx.shares = _wires(state, "halo"), RowSplit(0, state.shares)
+        ctx.taken, ctx.rows = halo.taken, len(x)
         return fetch(ctx.wires, ctx.shares, halo.taken, 0, x.contiguous(), "forward")()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        came, at = give_back(ctx.wires, ctx.shares, ctx.taken, 0, gradients[0].contiguous())(), 0
         dx = gradients[0].new_zeros(ctx.rows, *gradients[0].shape[1:])
-        for a, b in ctx.taken.places:
-            dx[a:b] = came[at : at + b - a]
-            at += b - a
+        collect(dx, ctx.taken, give_back(ctx.wires, ctx.shares, ctx.taken, 0, gradients[0].contiguous()))
         return dx, None, None
 
 

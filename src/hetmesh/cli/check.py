@@ -63,7 +63,7 @@ def checked(recipe: Recipe, files: bool = True) -> tuple[ResolvedRecipe, list[st
     notes: list[str] = []
     with refusals.collect():
         resolved = resolve(recipe)
-        check_first_batch(resolved)
+        notes += check_first_batch(resolved)
     with refusals.collect():
         check_run(recipe)
     if resolved is not None:  # without a source there are no splits either

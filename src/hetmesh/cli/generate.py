@@ -114,6 +114,7 @@ def _asked(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
 def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     from hetmesh.data.answers import answer_start
     from hetmesh.data.source import QuestionSource
+    from hetmesh.inference.drawn import made_of
     from hetmesh.resolve.samples import held_out_source
 
     if not model.resolved.recipe.validation.enable:
@@ -127,6 +128,8 @@ def _held_out(model: OneProcess, args: argparse.Namespace) -> Iterator[str]:
     if args.out is not None:
         yield _write(model, source, index, args)
         return
+    if not source.meta(index).targets and made_of(model, source.meta(index)):
+        raise UsageError(f"the answer of sample {index} is an image; say where to write it: --out FILE")
     if isinstance(source, QuestionSource):
         picture, question, truth = source.picture(index), source.question(index), source.answer(index)
         yield from filter(None, (picture, f"Q: {question}"))

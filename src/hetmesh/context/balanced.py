@@ -28,23 +28,35 @@ _SPARE_BLOCKS = 3  # blocks by which an arc may be shorter or longer than its sh
 _END_BLOCKS = 8  # blocks at the ends of runs that are tried with all others; a rank has two per run
 
 
-def balanced(work: np.ndarray, tokens: np.ndarray, ranks: int, *, token_cap: float = 1.02) -> np.ndarray:
+def balanced(
+    work: np.ndarray,
+    tokens: np.ndarray,
+    ranks: int,
+    *,
+    token_cap: float = 1.02,
+    block_cost: float = 0.0,
+    cut: np.ndarray | None = None,
+) -> np.ndarray:
     """The rank of every block, int64 [blocks].
 
     Args:
         work: cost of each block; whole numbers, whose sums do not depend on the machine.
         tokens: rows of each block; all alike but the last, which may have fewer.
         token_cap: most tokens of a rank over the mean, where whole blocks allow it.
+        block_cost: what the rows of a block cost besides, in `work`. Layers of either kind wait for each other, so that
+            too much of one does not make up for too little of the other: both misses count.
+        cut: what a cut before each block costs, in runs; by default one, and the keys that the block sees, most of
+            which lie on the other side, in those that a mean block sees.
     """
     blocks = len(work)
     if not blocks:
         return np.zeros(0, np.int64)
     mean_tokens = int(tokens.sum()) / ranks
     limit = max(math.ceil(blocks / ranks), int(token_cap * mean_tokens / int(tokens[0])))
-    slack = max(_TOLERANCE * float(work.sum()) / ranks, 1e-9)
+    slack = max(_TOLERANCE * (float(work.sum()) + block_cost * blocks) / ranks, 1e-9)
     work = work.astype(np.float64)
-    cut = 1 + work * (blocks / max(work.sum(), slack))
-    circle = _Circle(work, cut, limit, slack * _SPLIT_TOLERANCES)
+    cut = 1 + work * (blocks / max(work.sum(), slack)) if cut is None else cut
+    circle = _Circle(work, cut, limit, slack * _SPLIT_TOLERANCES, block_cost)
     owner = np.zeros(blocks, np.int64)
     todo = [(np.arange(blocks), 0, ranks)]
     while todo:
@@ -65,15 +77,16 @@ class _Circle:
     Attributes:
         work: of every block of the sequence.
         limit: most blocks of a rank.
-        cut: what a cut before each block costs, in runs: one, and the keys that the block sees, most of which lie on
-            the other side (in mean works). Nothing where there is a seam already.
+        cut: what a cut before each block costs, in runs; nothing where there is a seam already.
         slack: work by which a split may miss.
+        block_cost: of each block, beside its work.
     """
 
     work: np.ndarray
     cut: np.ndarray
     limit: int
     slack: float
+    block_cost: float
 
     def split(self, order: np.ndarray, parts: int) -> np.ndarray:
         """Which blocks of `order`, ascending and closed into a circle, go to the first half of `parts` ranks: bool."""
@@ -105,6 +118,7 @@ class _Circle:
         stops = np.arange(blocks) + np.arange(fewest, most + 1)[:, None]
         error = sums[stops] - (sums[:blocks] + share * sums[blocks])
         cost = np.abs(error)
+        cost += self.block_cost * np.abs(np.arange(fewest, most + 1) - blocks * share)[:, None]
         cost *= _MISS_COST / self.slack
         np.maximum(cost, _MISS_COST, out=cost)
         cost += cut

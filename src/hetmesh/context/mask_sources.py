@@ -20,27 +20,19 @@ _STRANGER = -1  # an instance that no segment has: what a source sees for everyb
 class Lists(NamedTuple):
     """Interval lists, ascending and apart: those of source s are `first[s]:first[s + 1]`.
 
-    `start_keys` and `stop_keys` are edge + s * stride: sorted as a whole, so one binary search serves all sources.
+    `start_keys` are start + s * stride: sorted as a whole, so one binary search serves all sources.
     """
 
     first: np.ndarray
     starts: np.ndarray
     stops: np.ndarray
     start_keys: np.ndarray
-    stop_keys: np.ndarray
 
     def part(self, low: int, high: int, stride: int) -> Lists:
         """The lists [low, high), numbered from 0."""
         edges = self.first[low : high + 1]
         held = slice(edges[0], edges[-1])
-        offset = low * stride
-        keys = (keys[held] - offset for keys in self[3:])
-        return Lists(edges - edges[0], self.starts[held], self.stops[held], *keys)
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """Intervals per source."""
-        return np.diff(self.first)
+        return Lists(edges - edges[0], self.starts[held], self.stops[held], self.start_keys[held] - low * stride)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +97,7 @@ def find_sources(fields: Fields, starts: np.ndarray, stops: np.ndarray, length: 
     owner = start_keys // stride
     base = owner * stride
     edges = owner.searchsorted(np.arange(2 * sources + 1))
-    whole = Lists(edges, start_keys - base, stop_keys - base, start_keys, stop_keys)
+    whole = Lists(edges, start_keys - base, stop_keys - base, start_keys)
     return Sources(
         np.stack([viewer, own]), whole.part(0, sources, stride), whole.part(sources, 2 * sources, stride), stride
     )

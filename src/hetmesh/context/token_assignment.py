@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from hetmesh.context.balanced import balanced
 from hetmesh.context.key_tiles import block_edges, tile_counts
+from hetmesh.context.pieces import sample_starts
 from hetmesh.context.segments import Mask
 from hetmesh.errors import LayoutError
 from hetmesh.layout import Intervals
@@ -51,7 +53,14 @@ POLICIES: dict[str, Policy] = {"balanced": balanced, "contiguous": contiguous, "
 
 
 def assign(
-    mask: Mask, ranks: int, *, policy: str | Policy = "balanced", block: int = 128, tile: int = 32
+    mask: Mask,
+    ranks: int,
+    *,
+    policy: str | Policy = "balanced",
+    block: int = 128,
+    tile: int = 32,
+    row_cost: int = 0,
+    cut_cost: int = 0,
 ) -> tuple[Intervals, ...]:
     """The tokens of each context-parallel rank, as ordered position intervals; together they are the sequence, once.
 
@@ -59,6 +68,9 @@ def assign(
         ranks: at least 1; some get nothing where there are fewer blocks than ranks.
         policy: a key of `POLICIES`, or a function such as `partial(balanced, token_cap=1.1)`.
         block: cuts lie on multiples of it: the query rows of a kernel's block. Without such a kernel 1 is exact.
+        row_cost: for `balanced`: what a row takes beside its attention, in (query, key) pairs. Pairs are then balanced
+            only as far as they count beside rows, which takes fewer cuts.
+        cut_cost: for `balanced`: what a cut within a sample sends beside keys, in rows of keys.
 
     Raises:
         LayoutError: an unknown policy, or a number that is not positive.
@@ -70,7 +82,13 @@ def assign(
         )
     edges = block_edges(mask.length, block)
     rule = POLICIES[policy] if isinstance(policy, str) else policy
-    return intervals_of(edges, rule(tile_counts(mask, edges, tile), np.diff(edges), ranks), ranks)
+    tiles, rows = tile_counts(mask, edges, tile), np.diff(edges)
+    if rule is balanced and (row_cost or cut_cost):
+        within = ~np.isin(edges[:-1], sample_starts(mask))
+        mean = max(float(tiles.sum()) / max(len(tiles), 1) * tile, 1.0)
+        cut = 1 + (tiles * tile + cut_cost * within) / mean
+        rule = partial(balanced, block_cost=row_cost / tile, cut=cut)
+    return intervals_of(edges, rule(tiles, rows, ranks), ranks)
 
 
 def intervals_of(edges: np.ndarray, owner: np.ndarray, ranks: int) -> tuple[Intervals, ...]:

@@ -130,7 +130,8 @@ def share_tokens(module: ModuleSpec, samples: Sequence[SampleMeta]) -> tuple[Lan
     mask = lane_mask(samples, module.attention_mask)
     # Few tokens are cut finely enough that every rank gets some: a kernel of whole blocks would not matter there.
     block = max(1, min(BLOCK, starts[-1] // (4 * ranks)))
-    shares = assign(mask, ranks, policy=module.assignment, block=block)
+    row, cut = module.token_costs
+    shares = assign(mask, ranks, policy=module.assignment, block=block, row_cost=row, cut_cost=cut)
     return LaneTokens(starts[:-1], starts[-1], shares, _parts(module)), mask
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from hetmesh.cost.expert_costs import kept_bytes, passing_elements
+from hetmesh.cost.head import chunk_itemsize, in_shares, logits_of_a_row, loss_itemsize
 from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.saved_operations import saved_elements
 from hetmesh.cost.shapes import LayerShape, WeightShape, without_adapters
@@ -22,13 +23,18 @@ from hetmesh.cost.work import Work
 
 def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """Bytes on each rank that shares the layer, for one microbatch of a lane. Of the head of an LLM also what the loss
-    keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are.
+    keeps: the logarithms of its probabilities, in fp32 at least; of shares of the vocabulary the logits as they are; by
+    chunks instead of all that the gradients of its input and its weights.
     `work`: of the lane, padding included where it is computed.
     """
     if not (how.upstream or layer.trainable):
         return 0
     itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)
+    if layer.by_chunks:
+        own = sum(tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable)
+        inputs = products[0].inputs if products and how.upstream else 0
+        return round(itemsize * rows * inputs + (max(itemsize, 4) if how.autocast else itemsize) * own)
     shares = sum(gathered_inputs(layer, how))
     between = 1 / tp if how.sequence_parallel else 1.0
     if how.recompute and len(products) > 1:
@@ -38,14 +44,14 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     casts = sum(tensor_parallel_elements(weight, tp) for weight in products) if how.autocast else 0
     layer, halves = without_adapters(layer)
     products = [weight for weight in _products(layer) if not weight.expert]
-    kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products))
+    kept = sum(_input_share(w, tp) * w.per_row * w.inputs for w in _distinct(products) if not _is_convolution(layer, w))
     kept += sum(half.inputs for half in halves if half.trainable) - (1 - 1 / tp) * shares
     if layer.on_targets:
         logits = 0 if not products else itemsize if in_shares(layer, tp) else loss_itemsize(itemsize)
         return round(itemsize * (rows * kept + casts) + logits * rows * logits_of_a_row(layer, tp))
     first = [w for w in products if _part(w) == _part(products[0])]  # of the attention, if there is one
     of_attention = () if layer.splits_attention else first[:-1]  # which makes all rows on every rank
-    for w in products:
+    for w in (w for w in products if not _is_convolution(layer, w)):
         kept += (1 / tp if w.splits_outputs else 1.0 if w in of_attention else between) * w.per_row * w.outputs
     if len(products) > 1:
         kept += (0 if how.compiled else _gate_elements(products, tp)) + _attention_elements(layer, products, tp)
@@ -56,7 +62,15 @@ def activation_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
         kept += between * layer.weights[0].shape[-1] * (1 + _raised(itemsize) * (len(layer.weights[0].shape) == 1))
     if how.autocast:
         kept += between * sum(w.shape[-1] for w in layer.weights if _is_between(w, products))
-    return round(itemsize * (rows * kept + casts) + rows * kept_bytes(layer, itemsize, tp))
+    if tp > 1:  # rows that are joined to one weight
+        casts += sum(w.numel // tp for w in layer.weights if w.own_rows)
+    besides = kept_bytes(layer, itemsize, tp) + _recurrent_bytes(layer, itemsize, tp)
+    return round(itemsize * (rows * kept + casts) + rows * besides)
+
+
+def _recurrent_bytes(layer: LayerShape, itemsize: int, tp: int) -> float:
+    """Of a row, what recurrences keep, and hold in a forward that keeps nothing."""
+    return sum(own.kept_bytes(itemsize) for own in layer.recurrences) / (tp if layer.splits_attention else 1)
 
 
 def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
@@ -68,22 +82,6 @@ def gathered_inputs(layer: LayerShape, how: LayerOptions) -> list[int]:
     if len(_products(layer)) < 2 or without_adapters(layer)[1]:
         return []
     return [w.inputs for w in _distinct(_products(layer)) if w.splits_outputs and not w.expert]
-
-
-def in_shares(layer: LayerShape, tp: int) -> bool:
-    """Whether ranks have shares of the logits that a head makes; the loss then keeps these as they are."""
-    return tp > 1 and layer.shares_logits and any(w.per_row and w.tp_dim == 0 for w in layer.weights)
-
-
-def logits_of_a_row(layer: LayerShape, tp: int) -> float:
-    """Logits of one target that one rank has."""
-    widest = max((w.shape[0] for w in layer.weights if w.per_row), default=0)
-    return widest / tp if in_shares(layer, tp) else widest
-
-
-def loss_itemsize(itemsize: int) -> int:
-    """Bytes of an element of logits in the loss, which raises half precision."""
-    return max(itemsize, 4)
 
 
 def _is_between(weight: WeightShape, products: list[WeightShape]) -> bool:
@@ -151,6 +149,11 @@ def _attention_elements(layer: LayerShape, products: list[WeightShape], tp: int)
     return (output + layer.attention_copies * width) / split + others
 
 
+def _is_convolution(layer: LayerShape, weight: WeightShape) -> bool:
+    """Whether it is that of a recurrence, which counts what it keeps (`Recurrence.kept_bytes`)."""
+    return bool(layer.recurrences) and len(weight.shape) == 3 and not weight.expert
+
+
 def _part(weight: WeightShape) -> str:
     return weight.name.rpartition(".")[0].rpartition(".")[0]
 
@@ -158,9 +161,9 @@ def _part(weight: WeightShape) -> str:
 def _distinct(products: list[WeightShape]) -> list[WeightShape]:
     """Trainable weights, one of each run that reads the same tensor: queries, keys and values; gate and up."""
     kept: list[WeightShape] = []
-    previous: tuple[str, int, int | None] | None = None
+    previous: tuple[str, int, bool] | None = None
     for weight in products:
-        reads = _part(weight), weight.inputs, weight.tp_dim
+        reads = _part(weight), weight.inputs, weight.splits_inputs
         if weight.trainable and reads != previous:
             kept.append(weight)
         previous = reads if weight.trainable else None
@@ -168,25 +171,29 @@ def _distinct(products: list[WeightShape]) -> list[WeightShape]:
 
 
 def forward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
-    """The most beyond what is kept while the forward runs.
+    """The most beyond what is kept while the forward runs; of a head by chunks as if all were one (`most_targets`).
 
     Of a layer that keeps what it computes that is next to nothing, but for the head: its logits live until the loss has
     made their probabilities, in half precision beside a copy in fp32.
     """
+    if layer.by_chunks:
+        return round(work.targets * chunk_itemsize(layer, how) * logits_of_a_row(layer, how.tp))
     if layer.on_targets:
         if in_shares(layer, how.tp):
             return _exponential_bytes(layer, work, how)
         raised = loss_itemsize(how.itemsize) if how.itemsize < 4 else 0
         return round(work.targets * (how.itemsize + raised) * logits_of_a_row(layer, how.tp))
+    recurrent = round(layer.rows(work) * _recurrent_bytes(layer, how.itemsize, how.tp))
+    in_flight = max(_in_flight(layer, work, how), recurrent)
     if not (how.upstream or layer.trainable):
-        return _in_flight(layer, work, how) + _between(layer, work, how)
-    return _in_flight(layer, work, how) if how.recompute else 0
+        return in_flight + _between(layer, work, how)
+    return in_flight if how.recompute else 0
 
 
 def backward_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """The most beyond what is kept while the backward runs: gradients in flight, that of the largest weight before it
     is added to the sum, what is gathered again, and what is computed again."""
-    if not (how.upstream or layer.trainable):
+    if layer.by_chunks or not (how.upstream or layer.trainable):
         return 0
     itemsize, tp = how.itemsize, how.tp
     weights = [tensor_parallel_elements(weight, tp) for weight in layer.weights if weight.trainable]
@@ -210,7 +217,7 @@ def split_bytes(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     """What is kept from the input's part of a backward to the weights' part, beside all activations: the gradients of
     the outputs of whatever has a trainable weight (`hetmesh.runtime.backward.SplitBackward`), where its forward runs
     again what goes into it, weights that autocast has cast included, and what was gathered again."""
-    if not how.upstream:
+    if not how.upstream or layer.by_chunks:
         return 0
     itemsize, tp, rows = how.itemsize, how.tp, layer.rows(work)
     products = _products(layer)
@@ -234,7 +241,7 @@ def _in_flight(layer: LayerShape, work: Work, how: LayerOptions) -> int:
     it multiplies and the product of both, forward as backward; or what experts hold."""
     layer, halves = without_adapters(layer)
     products, widest, inputs = [w for w in _products(layer) if not w.expert], 0.0, 0.0
-    for _, group in itertools.groupby(products, lambda w: (_part(w), w.inputs, w.tp_dim)):
+    for _, group in itertools.groupby(products, lambda w: (_part(w), w.inputs, w.splits_inputs)):
         widest = max(widest, sum(output_share(w, how.tp) * w.per_row * w.outputs for w in group))
     # what an adapter adds is there beside what it is added to
     widest += max((output_share(half, how.tp) * half.outputs for half in halves), default=0.0)

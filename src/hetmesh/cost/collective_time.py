@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import LayerOptions
 from hetmesh.cost.machine import Machine
+from hetmesh.cost.recurrence import CutBytes, RankCuts
 from hetmesh.cost.shapes import LayerShape
 from hetmesh.cost.work import Work
 
@@ -102,26 +104,41 @@ def tensor_parallel_time(
     if len(ranks) < 2:
         return TensorParallelTime()
     rows = layer.rows(work)
-    products = [weight for weight in layer.weights if weight.per_row and weight.tp_dim is not None]
+    products = [weight for weight in layer.weights if weight.per_row and weight.shared]
     sums = [weight.outputs for weight in products if weight.splits_inputs]
     needed = how.upstream or layer.trainable
     if sums:
         each = sum(all_reduce(itemsize * rows * width, ranks, machine) for width in sums)
         if layer.key_heads and (sharing := len(ranks) // layer.key_heads) > 1:
             each += 2 * all_gather(itemsize * rows * layer.keys_on(len(ranks)), ranks[:sharing], machine)
-        if how.sequence_parallel and layer.attention_width and not layer.splits_attention:
+        if how.sequence_parallel and (layer.attention_width or layer.recurrences) and not layer.splits_attention:
             each += all_gather(itemsize * rows * sums[0], ranks, machine)
         back = each + sum(all_gather(itemsize * rows * width, ranks, machine) for width in again)
         return TensorParallelTime(each, back if needed else 0.0)
     forward = backward = 0.0
     if products:
         if layer.on_targets and layer.shares_logits:  # a maximum, then a sum and a logit, of each target
-            forward = all_reduce(4 * rows, ranks, machine) + all_reduce(8 * rows, ranks, machine)
+            chunks = max(rows / targets_of_chunk(layer, itemsize, len(ranks)), 1.0)
+            forward = sum(chunks * all_reduce(round(n * rows / chunks), ranks, machine) for n in (4, 8))
         elif layer.on_targets:
             forward = all_gather(itemsize * rows * products[0].shape[0], ranks, machine)
         if how.upstream:
             backward = all_reduce(itemsize * rows * products[0].shape[1], ranks, machine)
     return TensorParallelTime(forward, backward)
+
+
+def carry_time(sent: CutBytes, cuts: RankCuts, ranks: Sequence[int], machine: Machine) -> TensorParallelTime:
+    """Seconds in which one of `ranks`, which share tokens, sends and gets what a layer remembers at `cuts`: inputs of
+    the convolution, then maps to the ranks by heads, then states back; in the backward gradients the other way."""
+    n = len(ranks)
+
+    def by_heads(size: int, own: int) -> float:  # what a rank has of its own heads stays
+        return all_to_all(size * max(own * (n - 1), cuts.all - own) / n, ranks, machine)
+
+    halo = all_to_all(sent.halo * max(cuts.before, cuts.behind), ranks, machine)
+    states = by_heads(sent.states, cuts.behind)
+    forward = halo + by_heads(sent.maps, cuts.before) + states
+    return TensorParallelTime(forward, halo + states + by_heads(sent.states, cuts.before))
 
 
 def gradient_sum_time(

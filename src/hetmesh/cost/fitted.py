@@ -112,13 +112,15 @@ class Profile:
 
         forward, both = seconds(parts["forward"]), parts["backward"]
         recomputed = forward if recompute and (upstream or layer.trainable) else 0.0
-        if not upstream:
-            return LayerTime(forward, 0.0, layer.trained_share * seconds(parts["backward_weight"]), recomputed)
-        alone = parts["backward_input"]
-        if layer.trained_share:  # none above that of both: what is left for weights is linear, and not negative
-            alone = Coefficients(*map(min, astuple(alone), astuple(both)))
-        own = seconds(alone)
-        return LayerTime(forward, own, layer.trained_share * (seconds(both) - own), recomputed)
+        own, weights = 0.0, seconds(parts["backward_weight"])
+        if upstream:
+            alone = parts["backward_input"]
+            if layer.trained_share:  # none above that of both: what is left for weights is linear, and not negative
+                alone = Coefficients(*map(min, astuple(alone), astuple(both)))
+            own = seconds(alone)
+            weights = seconds(both) - own
+        found = LayerTime(forward, own, layer.trained_share * weights, recomputed)
+        return found.at_once if layer.by_chunks else found
 
     def layer_seconds(
         self, shape: ModuleShape, work: Work, upstream: bool, tp: int = 1, recompute: bool = False
@@ -199,7 +201,7 @@ def layer_kind(layer: LayerShape, tp: int = 1, cp: int = 1, sequence_parallel: b
 def _split_share(layer: LayerShape, tp: int) -> float:
     products = [weight for weight in layer.weights if weight.per_row] or list(layer.weights)
     whole = sum(weight.multiplied or weight.numel for weight in products)
-    split = sum(weight.multiplied or weight.numel for weight in products if weight.tp_dim is not None)
+    split = sum(weight.multiplied or weight.numel for weight in products if weight.shared)
     return 1 - (1 - 1 / tp) * split / whole if whole else 1.0
 
 

@@ -11,10 +11,12 @@ Which parts of the backward exist follows Cornstarch (arXiv 2503.11367, section 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hetmesh.cost.head import targets_of_chunk
 from hetmesh.cost.layer_options import ITEMSIZES
 from hetmesh.cost.machine import Machine
+from hetmesh.cost.recurrence import MOVED, Recurrence
 from hetmesh.cost.saved_operations import ATTENTION, operations
 from hetmesh.cost.shapes import LayerShape, ModuleShape, WeightShape
 from hetmesh.cost.work import Work
@@ -42,6 +44,11 @@ class LayerTime:
     def backward(self) -> float:
         """Of everything after the forward."""
         return self.backward_input + self.backward_weight + self.recompute
+
+    @property
+    def at_once(self) -> LayerTime:
+        """The same where gradients are made in the forward (`LayerShape.by_chunks`)."""
+        return LayerTime(self.forward + self.backward_input + self.backward_weight)
 
 
 @dataclass(frozen=True)
@@ -101,35 +108,50 @@ def layer_time(
         work: of the lane, padding included where it is computed.
         upstream: whether anything trainable comes before the layer: in this module or in one that feeds it.
         tp: tensor parallel ranks that share it. What is not split is computed on each of them.
-        recompute: whether its forward runs again before its backward, but for
+        recompute: whether its forward runs again before its backward (never that of a head by chunks), but for
         saved: operations whose results are kept (`hetmesh.cost.saved_operations.saved_names`).
         sequence_parallel: whether norms and what else is not split work on a share of the rows each.
     """
     rows = layer.rows(work)
-    products = [(weight, _weight_seconds(weight, rows, rates, tp, sequence_parallel)) for weight in layer.weights]
-    width = layer.attention_width / (tp if layer.splits_attention else 1)
+    again = max(rows / targets_of_chunk(layer, rates.itemsize, tp), 1.0)
+    products = [(w, _weight_seconds(w, rows, rates, tp, sequence_parallel, again)) for w in layer.weights]
+    split = tp if layer.splits_attention else 1
+    width = layer.attention_width / split
     pairs = layer.pairs(work) / 2 if layer.causal else layer.pairs(work)
     attention = rates.seconds(4 * width * pairs, 4 * width * rows) if width else 0.0
-    forward = attention + sum(seconds for _, seconds in products)
+    states = sum(recurrence_seconds(own, rows, rates, split) for own in layer.recurrences)
+    forward = attention + states + sum(seconds for _, seconds in products)
     needed = upstream or layer.trainable
-    backward_input = 2 * attention + 2 * width * pairs / rates.flops if needed else 0.0
+    backward_input = 2 * (attention + states) + 2 * width * pairs / rates.flops if needed else 0.0
     backward_weight = sum(seconds for weight, seconds in products if weight.trainable)
     if upstream:
         backward_input += sum(seconds for _, seconds in products)
+    found = LayerTime(forward, backward_input, backward_weight)
+    if layer.by_chunks:
+        return found.at_once
     if not (recompute and needed):
-        return LayerTime(forward, backward_input, backward_weight)
+        return found
     kept = {weight for weight, name, _ in operations(layer, tp) if name in saved}
-    again = sum(seconds for weight, seconds in products if weight not in kept)
-    return LayerTime(forward, backward_input, backward_weight, again + attention * (ATTENTION not in saved))
+    repeated = states + sum(seconds for weight, seconds in products if weight not in kept)
+    return replace(found, recompute=repeated + attention * (ATTENTION not in saved))
 
 
-def _weight_seconds(weight: WeightShape, rows: int, rates: Rates, tp: int, sequence_parallel: bool) -> float:
-    """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product."""
-    share = 1 / tp if weight.tp_dim is not None else 1.0
+def recurrence_seconds(recurrence: Recurrence, rows: int, rates: Rates, split: int = 1) -> float:
+    """Of the states of `rows`, in a forward, where a rank has `1 / split` of the heads."""
+    moved = MOVED * recurrence.kept_bytes(rates.itemsize) / rates.itemsize
+    return rates.seconds(recurrence.flops * rows / split, moved * rows / split)
+
+
+def _weight_seconds(
+    weight: WeightShape, rows: int, rates: Rates, tp: int, sequence_parallel: bool, chunks: float
+) -> float:
+    """Of multiplying by one parameter, looking it up or applying it elementwise. A bias goes with its product.
+    `chunks`: how often all of it is read."""
+    share = 1 / tp if weight.shared else 1.0
     if weight.per_row:
         outputs = weight.outputs * (share if weight.splits_outputs else 1.0)  # the other side is whole on every rank
         inputs = weight.inputs * (share if weight.splits_inputs else 1.0)
-        moved = weight.numel * share + weight.per_row * rows * (outputs + inputs)
+        moved = chunks * weight.numel * share + weight.per_row * rows * (outputs + inputs)
         return rates.seconds(2 * weight.multiplied * rows * share, moved)
     if not weight.shape or weight.name.endswith("bias"):
         return 0.0

@@ -20,6 +20,10 @@ _MAX_NUMBER = 1e30  # of any number: what is made of it stays finite
 _INTEGERS = ("memory_bytes", "context_bytes", "communicator_bytes", "ranks_per_node")
 
 
+TYPICAL_PEAK = 5e10
+"""FLOPs per second of a machine that says none: about a CPU core."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """One kind of device and what connects it. Rates are what the vendor promises, not what programs reach.

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hetmesh.cost.recurrence import Recurrence
 from hetmesh.cost.work import Work
 from hetmesh.layout.hashing import HashedOnce
 
@@ -33,6 +34,7 @@ class WeightShape:
         within: of a stack of experts, `[experts, *outputs, inputs]`, the dim that FSDP splits where it has more ranks
             than experts; None: no such stack. Which experts multiply a row is not known before it is routed. Routing is
             taken to be even: each expert gets `per_row / experts` of all rows.
+        own_rows: whether tensor-parallel ranks keep all of it, and compute with some of its rows each.
         optimizer: where a run has several, or one that is named by its class; None: the run's, by its name.
     """
 
@@ -42,6 +44,7 @@ class WeightShape:
     trainable: bool = True
     tp_dim: int | None = None
     within: int | None = None
+    own_rows: bool = False
     optimizer: OptimizerNeeds | None = None
 
     @property
@@ -72,7 +75,14 @@ class WeightShape:
     @property
     def splits_outputs(self) -> bool:
         """Whether tensor parallelism splits it along its outputs."""
-        return self.tp_dim is not None and (0 < self.tp_dim < len(self.shape) - 1 if self.expert else self.tp_dim == 0)
+        if self.tp_dim is None:
+            return self.own_rows
+        return 0 < self.tp_dim < len(self.shape) - 1 if self.expert else self.tp_dim == 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether tensor-parallel ranks compute with a part of it each."""
+        return self.tp_dim is not None or self.own_rows
 
     @property
     def numel(self) -> int:
@@ -91,9 +101,11 @@ class LayerShape(HashedOnce):
         causal: its attention hides later positions: a kernel computes half of the (query, key) pairs.
         on_targets: it runs on target positions alone, as the head of an LLM does.
         shares_logits: of such a head: tensor-parallel ranks that split it keep shares of the vocabulary in the loss.
+        by_chunks: of such a head: logits, loss and all gradients are made by chunks of targets, in the forward.
         tokens_per_row: rows that enter it for each row of the module: patches, of which a merger after it makes one.
         attention_copies: tensors as wide as attention that its backward reads beside the outputs of products.
         row_copies: tensors as wide as its rows that it reads beside these (factors of norms that are modulated).
+        recurrences: by which it remembers earlier tokens otherwise than by attention.
         key_heads: of its attention, where tensor-parallel ranks may be more and then share them; 0: they are not.
     """
 
@@ -108,6 +120,8 @@ class LayerShape(HashedOnce):
     attention_copies: int = 0
     key_heads: int = 0
     row_copies: int = 0
+    by_chunks: bool = False
+    recurrences: tuple[Recurrence, ...] = ()
 
     __hash__ = HashedOnce.__hash__
 
@@ -121,9 +135,10 @@ class LayerShape(HashedOnce):
 
     @cached_property
     def splits_attention(self) -> bool:
-        """Whether tensor parallelism splits its attention by heads, as it does the product that makes queries."""
+        """Whether tensor parallelism splits its attention or recurrence by heads, as it does the product that makes
+        queries."""
         first = next((weight for weight in self.weights if weight.per_row), None)
-        return first is None or first.tp_dim is not None
+        return first is None or first.shared
 
     def keys_on(self, tp: int) -> float:
         """Of `key_width`, what one of `tp` tensor parallel ranks that split its attention has: at least a head."""

@@ -1,9 +1,8 @@
-"""Where a chain of layers is cut into pipeline stages: the slowest stage as fast as possible, within memory."""
+"""Where a chain of layers is cut into pipeline stages: the slowest stage as fast as possible."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -20,36 +19,7 @@ one whose earlier stages take fewer layers; or the one whose earlier stages take
 before the second and so on; or as few as they can."""
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """Bytes on each rank of a stage, and what there is.
-
-    Attributes:
-        limit: of one rank.
-        static: per layer, what it keeps for the whole run (parameters, gradients, optimizer state).
-        activations: per layer, what it keeps of one microbatch from forward to backward; 0 for a layer without one.
-    """
-
-    limit: float
-    static: Sequence[float]
-    activations: Sequence[float] = field(default=())
-
-    def fits(self, in_flight: int) -> np.ndarray:
-        """Whether a stage of layers [start, stop) fits with `in_flight` microbatches; bool `[n + 1, n + 1]`."""
-        held = np.asarray(self.static, dtype=float)
-        if len(self.activations):
-            held = held + in_flight * np.asarray(self.activations, dtype=float)
-        return _sums(held) <= self.limit
-
-
-def partition(
-    costs: Sequence[float],
-    stages: int,
-    *,
-    memory: StageMemory | None = None,
-    in_flight: Sequence[int] | None = None,
-    ties: Ties = "even",
-) -> tuple[int, ...]:
+def partition(costs: Sequence[float], stages: int, *, ties: Ties = "even") -> tuple[int, ...]:
     """How many consecutive layers each stage takes, at least one.
 
     The slowest stage is as fast as possible; of such cuts, `ties` says which: the most even one, and earlier stages
@@ -58,35 +28,25 @@ def partition(
 
     Args:
         costs: seconds of each layer, forward and backward.
-        memory: what layers keep.
-        in_flight: microbatches that each stage holds at a time; default one.
         ties: see `Ties`.
 
     Raises:
-        GraphError: more stages than layers, no cut fits into the memory, or there is no such rule for ties.
+        GraphError: more stages than layers, or there is no such rule for ties.
     """
     if not 1 <= stages <= len(costs):
         raise GraphError(f"cannot cut {len(costs)} layers into {stages} stages; valid are 1 to {len(costs)}")
     if ties not in get_args(Ties):
         raise GraphError(f"ties of cuts: there is no rule {ties!r}; valid are {', '.join(get_args(Ties))}")
-    held = tuple(in_flight) if in_flight is not None else (1,) * stages
-    between = _sums(np.asarray(costs, dtype=float))
-    legal = np.triu(np.ones_like(between, dtype=bool), 1)
-    each = [np.where(legal & memory.fits(n) if memory else legal, between, np.inf) for n in held]
-    bottleneck = float(_best(each, np.maximum)[0][0])
-    if not np.isfinite(bottleneck):
-        raise GraphError(
-            f"no cut of {len(costs)} layers into {stages} stages keeps each within {memory.limit if memory else 0:g} "
-            "bytes; use more stages, fewer microbatches in flight, or recomputation"
-        )
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
+    between = prefix[None, :] - prefix[:, None]  # [start, stop]: the cost of a stage of these layers
+    each = np.where(np.triu(np.ones_like(between, dtype=bool), 1), between, np.inf)
     # Costs of one cut may differ in the last bit by how they were summed; a bottleneck is not missed for that.
-    within = bottleneck * (1 + 1e-12)
-    power = 2 if ties == "even" else 0
-    squares = [np.where(cost <= within, cost**power, np.inf) for cost in each]
-    best = _best(squares, np.add)
+    within = float(_best(each, stages, np.maximum)[0][0]) * (1 + 1e-12)
+    squares = np.where(each <= within, each ** (2 if ties == "even" else 0), np.inf)
+    best = _best(squares, stages, np.add)
     counts, start = [], 0
-    for stage, cost in enumerate(squares):
-        total = cost[start] + best[stage + 1]
+    for stage in range(stages):
+        total = squares[start] + best[stage + 1]
         least = float(total.min())
         stop = int(np.flatnonzero(total <= least * (1 + 1e-12))[-1 if ties == "early" else 0])
         counts.append(stop - start)
@@ -102,18 +62,13 @@ def runs(items: Sequence, counts: Sequence[int]) -> Iterator[tuple]:
         start += count
 
 
-def _sums(values: np.ndarray) -> np.ndarray:
-    """`[start, stop]` -> the sum of values [start, stop), `[n + 1, n + 1]`."""
-    prefix = np.concatenate([[0.0], np.cumsum(values)])
-    return prefix[None, :] - prefix[:, None]
-
-
-def _best(each: Sequence[np.ndarray], combine: np.ufunc) -> list[np.ndarray]:
-    """Per stage and start layer, the least combined cost of it and all later stages; `[stages + 1][n + 1]`."""
-    best = [np.full(each[0].shape[0], np.inf)]
+def _best(each: np.ndarray, stages: int, combine: np.ufunc) -> list[np.ndarray]:
+    """Per stage and start layer, the least combined cost of it and all later stages; `[stages + 1][n + 1]`. `each`: of
+    a stage by where it starts and stops, `[n + 1, n + 1]`."""
+    best = [np.full(len(each), np.inf)]
     best[0][-1] = 0.0
-    for cost in reversed(each):
-        best.insert(0, combine(cost, best[0][None, :]).min(axis=1))
+    for _ in range(stages):
+        best.insert(0, combine(each, best[0][None, :]).min(axis=1))
     return best
 
 

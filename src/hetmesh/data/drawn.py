@@ -21,21 +21,19 @@ class DrawnSample:
     Attributes:
         index: its index in the source.
         given: its metadata as the source gives it; `meta`: expanded.
-        dropped_media, dropped_tokens: media items and expanded tokens that did not fit into `seq_len`.
         unreadable: why not even its metadata can be read; a sample of one padding token stands for it. Else empty.
     """
 
     index: int
     given: SampleMeta
     meta: SampleMeta
-    dropped_media: int = 0
-    dropped_tokens: int = 0
     unreadable: str = ""
 
 
 class DrawnBatch(Sequence[DrawnSample]):
     """Samples of a global batch, as arrays; a `DrawnSample` is made when it is asked for, whose attributes these are
-    too: `given` and the expanded `metas`, what was dropped as int64 `[n]`, `unreadable` by place in the batch."""
+    too: `given` and the expanded `metas`, `unreadable` by place in the batch. `dropped_media`, `dropped_tokens`: items
+    and expanded tokens that did not fit into `seq_len`, int64 `[n]`."""
 
     def __init__(
         self, indices: tuple[int, ...], given: MetaArrays, expanded: ExpandedArrays, unreadable: Mapping[int, str]
@@ -56,8 +54,7 @@ class DrawnBatch(Sequence[DrawnSample]):
             return self._part(range(len(self))[index])
         meta = self.metas[index]
         i = index + len(self) if index < 0 else index
-        dropped = int(self.dropped_media[i]), int(self.dropped_tokens[i])
-        return DrawnSample(self.indices[i], self.given[i], meta, *dropped, self.unreadable.get(i, ""))
+        return DrawnSample(self.indices[i], self.given[i], meta, self.unreadable.get(i, ""))
 
     def _part(self, places: range) -> DrawnBatch:
         expanded = ExpandedArrays(self.metas.take(places), self.dropped_media[places], self.dropped_tokens[places])
@@ -72,9 +69,12 @@ class DrawnBatch(Sequence[DrawnSample]):
 
 
 def describe_without_targets(drawn: DrawnBatch, places: Sequence[int], seq_len: int) -> str:
-    """The samples at `places`, which have no target token, by their ids, and why they have none."""
-    cut = int((drawn.given.num_targets[list(places)] > 0).sum())
-    why = f" (training.seq_len = {seq_len} cuts the targets of {cut})" if cut else " (the data source gives them none)"
+    """The samples at `places`, of which no loss counts anything, by their ids, and why."""
+    at = list(places)
+    cut = int((drawn.given.num_targets[at] > 0).sum())
+    lost = int((drawn.dropped_media[at] > 0).sum())
+    cuts = " and ".join(f"the {what} of {n}" for what, n in (("targets", cut), ("media", lost)) if n)
+    why = f" (training.seq_len = {seq_len} cuts {cuts})" if cuts else " (the data source gives them none)"
     return drawn.names(places) + why
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from hetmesh._processes import die_with_parent, threads
 from hetmesh._torch_compat import shared_buffer
 from hetmesh.data.payloads import Payload, Payloads, SplitSources, Unreadable, Wanted
-from hetmesh.data.source import COSTS, Sample
+from hetmesh.data.source import Sample
 from hetmesh.errors import LoaderError
 
 POLL_SECONDS = 1.0
@@ -267,16 +268,7 @@ def packed(payloads: Sequence[Payload]) -> tuple[Tensor, list[Any]]:
     units = [s.units[kind][key] for kind, key in keys for s in samples if key in s.units.get(kind, ())]
     values = [value for sample in samples for value in sample.values.values()]
     laid = {id(t): lay(t) for t in [*(sample.tokens for sample in samples), *media, *units, *values]}
-    parts: list[Any] = []
-    for payload in payloads:
-        if isinstance(payload, Sample):
-            items = {kind: [laid[id(item)] for item in tensors] for kind, tensors in payload.media.items()}
-            own = {kind: {key: laid[id(t)] for key, t in unit.items()} for kind, unit in payload.units.items()}
-            numbers = {name: laid[id(value)] for name, value in payload.values.items()}
-            costs = {name: getattr(payload, name) for name in COSTS}
-            parts.append((payload.id, laid[id(payload.tokens)], items, costs, own, payload.unit_rows, numbers))
-        else:
-            parts.append(payload)
+    parts = [_with(p, lambda t: laid[id(t)]) if isinstance(p, Sample) else p for p in payloads]
     return shared_buffer(size, pieces), parts
 
 
@@ -287,14 +279,12 @@ def unpacked(buffer: Tensor, parts: Sequence[Any]) -> list[Payload]:
         count = torch.Size(shape).numel() * dtype.itemsize
         return buffer[start : start + count].view(dtype).view(shape)
 
-    payloads: list[Payload] = []
-    for part in parts:
-        if isinstance(part, Unreadable):
-            payloads.append(part)
-            continue
-        sample_id, tokens, media, costs, own, rows, numbers = part
-        tensors = {kind: tuple(at(*item) for item in items) for kind, items in media.items()}
-        units = {kind: {key: at(*laid) for key, laid in unit.items()} for kind, unit in own.items()}
-        values = {name: at(*laid) for name, laid in numbers.items()}
-        payloads.append(Sample(sample_id, at(*tokens), tensors, units=units, unit_rows=rows, values=values, **costs))
-    return payloads
+    return [_with(part, lambda laid: at(*laid)) if isinstance(part, Sample) else part for part in parts]
+
+
+def _with(sample: Sample, use: Callable[[Any], Any]) -> Sample:
+    """`sample` with what `use` makes of each tensor."""
+    media = {kind: tuple(map(use, items)) for kind, items in sample.media.items()}
+    units = {kind: {key: use(t) for key, t in unit.items()} for kind, unit in sample.units.items()}
+    values = {name: use(value) for name, value in sample.values.items()}
+    return replace(sample, tokens=use(sample.tokens), media=media, units=units, values=values)

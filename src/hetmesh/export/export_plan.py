@@ -31,7 +31,7 @@ from hetmesh.models.weights.save import NAME
 from hetmesh.models.weights.stored_form import StoredBlock, StoredForm, by_stored, refitted, stored_shape
 from hetmesh.recipe.hf_families import class_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.directories import directory_of
+from hetmesh.resolve.directories import directory_of, up_to_llm
 from hetmesh.resolve.modules import empty_module
 from hetmesh.resolve.resolved import adapters_of
 
@@ -113,8 +113,9 @@ class ExportPlan:
 def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
     """What to write of a checkpoint.
 
-    One directory where all modules come from one multimodal model of transformers: its tensors, all of them, under the
-    names that they have there; or where they make a LLaVA. Else a directory per module.
+    One directory where all modules up to the LLM come from one multimodal model of transformers: its tensors, all of
+    them, under the names that they have there; or where they make a LLaVA. A directory inside of it for each module
+    after the LLM. Else a directory per module.
 
     Args:
         merge: adapters are added to their weights; else weights are written without them.
@@ -131,16 +132,20 @@ def export_plan(run: SavedRun, *, merge: bool) -> ExportPlan:
         adapters = adapters_of(recipe, vocab_size=0)
     parts = {name: _Part.of(run, name, adapters[name], merge) for name in recipe.modules}
     _check_complete(run, parts)
-    whole = directory_of(recipe)
+    read = up_to_llm(recipe)
+    plan, together = ExportPlan((), {}), {name: parts[name] for name in read.modules}
+    whole, names = directory_of(read), llava.llava_parts(read)
+    note = llava.why_not_llava(read, adapters[names[llava.PROJECTOR]]) if names else ""
     if whole is not None:
-        return _as_directory(recipe, whole, parts)
-    names = llava.llava_parts(recipe)
-    note = llava.why_not_llava(recipe, adapters[names[llava.PROJECTOR]]) if names else ""
-    if names and not note:
-        return _as_llava(run, names, parts)
-    directories = tuple(_as_module(recipe, name, part) for name, part in parts.items())
-    loras = {name: part.adapted(name) for name, part in parts.items() if part.lora}
-    return ExportPlan(directories, loras, f"not one directory of LLaVA: {note}" if note else "")
+        plan = _as_directory(read, whole, together)
+    elif names and not note:
+        plan = _as_llava(run, read, names, together)
+    else:
+        plan, together = replace(plan, note=f"not one directory of LLaVA: {note}" if note else ""), {}
+    alone = {name: part for name, part in parts.items() if name not in together}
+    directories = tuple(_as_module(recipe, name, part) for name, part in alone.items())
+    loras = {name: part.adapted(name) for name, part in alone.items() if part.lora}
+    return replace(plan, directories=(*plan.directories, *directories), adapters={**plan.adapters, **loras})
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,8 +241,8 @@ def _check_config(recipe: Recipe, name: str, whole: Pretrained) -> None:
             )
 
 
-def _as_llava(run: SavedRun, names: Mapping[str, str], parts: Mapping[str, _Part]) -> ExportPlan:
-    (at,) = (b.at for b in run.recipe.boundaries if b.at is not None)
+def _as_llava(run: SavedRun, recipe: Recipe, names: Mapping[str, str], parts: Mapping[str, _Part]) -> ExportPlan:
+    (at,) = (b.at for b in recipe.boundaries if b.at is not None)
     tower, llm = parts[names[llava.TOWER]], parts[names[llava.LLM]]
     configs: list[Any] = [tower.module.config, llm.module.config]
     config = llava.llava_config(run.resolved.source.placeholders[at], tower.adapter, *configs)
@@ -245,12 +250,12 @@ def _as_llava(run: SavedRun, names: Mapping[str, str], parts: Mapping[str, _Part
     stored = saved(model, own_tensors(model)[0]).names
     tensors, adapters = dict[str, Origin | Regrouped](), list[Adapted]()
     for prefix, name in names.items():
-        made = _as_module(run.recipe, name, parts[name])
+        made = _as_module(recipe, name, parts[name])
         fqns = {own: own if own.startswith("lm_head.") else prefix + own.removeprefix("model.") for own in made.tensors}
         tensors |= {stored[fqn]: made.tensors[own] for own, fqn in fqns.items()}
         adapters += parts[name].adapted(name, fqns)
     absent = tuple(name for name in stored.values() if name not in tensors)
-    others, loads = partial(llava.write_processor, run.recipe, config), f"transformers.{llava.CLASS}"
+    others, loads = partial(llava.write_processor, recipe, config), f"transformers.{llava.CLASS}"
     directory = Directory("", tensors, config.to_diff_dict(), None, loads, absent, others)
     return ExportPlan((directory,), {"": tuple(adapters)} if adapters else {})
 

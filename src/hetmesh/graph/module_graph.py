@@ -144,6 +144,8 @@ class ModuleSpec:
         packed: the samples of a lane lie in one row, one after another, without padding.
         attention_mask: what tokens see of each other; a name of `hetmesh.context.masks.MASKS`.
         assignment: which tokens each rank along `cp` keeps: a policy of `hetmesh.context`.
+        token_costs: of an LLM with recurrences whose ranks share its tokens: what a row takes in all layers, in (query,
+            key) pairs, and what a cut of a sample sends, in rows of keys; `hetmesh.cost.flops.token_costs`.
         splits: the layers of each pipeline stage, in order; empty: one stage with all of them. Stage i lives at
             coordinate i modulo the size of the `pp` axis.
         activation: what passes between its stages; None for a module that is not split.
@@ -163,6 +165,7 @@ class ModuleSpec:
     packed: bool = False
     attention_mask: str = "causal"
     assignment: str = "balanced"
+    token_costs: tuple[int, int] = (0, 0)
     splits: tuple[tuple[str, ...], ...] = ()
     activation: Activation | None = None
     frozen_layers: frozenset[str] = frozenset()

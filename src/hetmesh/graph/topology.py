@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,13 +94,18 @@ class Topology:
     @cached_property
     def llm(self) -> str:
         """The module that reads tokens: the one that rows with `at` go to, or come from. In a graph without any, the
-        one without consumers, or the first of several where all are `others`. Empty: there is no such one."""
-        if len(self._ends) == 1:
-            return self._ends[0]
+        one without consumers, or the first of several where all are `others`. Empty: there is no such one.
+
+        Where graphs are wrong, it is who most of these `at` speak of, so that errors name what is out of place.
+        """
+        placed = [b for b in self.boundaries if b.at is not None]
+        ends = Counter(end for b in placed for end in (b.source, b.destination))
+        if most := [name for name in self.order if ends[name] == max(ends.values(), default=-1)]:
+            first, last = most[0], most[:2][-1]  # two: all rows with `at` go from one to the other
+            fed = any(b.at is None for b in self.inputs(first))
+            return last if last in self._ends or (fed and self.outputs(last)) else first
         if self._ends:
-            return ""
-        if placed := [name for name in self.order if any(b.at is not None for b in self.outputs(name))]:
-            return placed[-1]
+            return self._ends[0] if len(self._ends) == 1 else ""
         return next((name for name in self.names if not self.outputs(name)), "")
 
     @cached_property

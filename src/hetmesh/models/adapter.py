@@ -96,6 +96,8 @@ class Abilities:
         saved_as: how an exported directory of it is written, where transformers has no class for it.
         head: for an LLM: FQN of the layer that makes its logits, if everything after it treats each logit separately,
             so that tensor-parallel ranks may have shares of them.
+        loss_by_chunks: for an LLM: its forward ends in `hetmesh.parallel.logits_or_loss`, so that no rank holds the
+            logits of all targets. The last of its `layers` is then its head.
         reasons: why an ability is absent, by its name; for refusals. `key_heads`: why the plan has no `KeyHeads`. Of a
             model with `use_packed`, `context_parallel`: why ranks cannot share its tokens; `attention_mask`: why it
             takes no other than "causal".
@@ -132,6 +134,7 @@ class Abilities:
     decode: Callable[[nn.Module, Tensor, tuple[int, ...]], Tensor] | None = None
     saved_as: SavedAs | None = None
     head: str = ""
+    loss_by_chunks: bool = False
     reasons: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def with_stages(self) -> Abilities:

@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import nn
 
+from hetmesh.attention.mixers import mixers
 from hetmesh.cost import LayerShape, ModuleShape, WeightShape
 from hetmesh.errors import RecipeError
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.generator import GeneratorAdapter
+from hetmesh.models.mixer_shape import in_order, recurrence_of
 from hetmesh.parallel.experts.block import INNER, WITHIN, ExpertLayers
 from hetmesh.parallel.key_heads import KeyHeads
-from hetmesh.parallel.tensor_parallel import matches
+from hetmesh.parallel.linear import OwnRows
+from hetmesh.parallel.tensor_parallel import matches, matching, within
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OF_QUERIES, _OF_KEYS = {"q_proj": 1, "to_q": 1, "qkv": 3}, {"k_proj": 1, "to_k": 1, "qkv": 3}
@@ -31,8 +34,10 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
 
     Linear layers and routers multiply each row once; a row multiplies as many experts as it chooses. In a stack of
     convolutions the last gives one output per row, each earlier one as many as the later strides cover. Attention is
-    recognised by its `q_proj` or `to_q`, whose output is as wide as all query heads, by one `qkv` for all three, or as
-    an `nn.MultiheadAttention`; of others the linear layers count. `plan`: for tensor parallelism; None: the adapter's.
+    recognised by its `q_proj` or `to_q`, whose output is as wide as all query heads (a gate beside them does not
+    count), by one `qkv` for all three, or as an `nn.MultiheadAttention`; other token mixers as
+    `hetmesh.attention.mixers` finds them; of what is none of these the linear layers count. `plan`: for tensor
+    parallelism; None: the adapter's.
     """
     plan = adapter.tensor_parallel_plan() if plan is None else plan
     abilities = adapter.abilities
@@ -43,6 +48,7 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     key_heads = next((style.heads for style in plan.values() if isinstance(style, KeyHeads)), 0)
     layers, llm = [], adapter.out_features is None and not isinstance(adapter, GeneratorAdapter)
+    own_rows = _own_rows(module, plan)
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
     names = {id(p): fqn for fqn, p in module.named_parameters()}
@@ -51,20 +57,27 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
         first = names[id(parameter)]
         within = experts[first].within if first in experts else None
         shape = tuple(parameter.shape) or (1,)  # a scalar counts as a vector
-        return WeightShape(first, shape, uses.get(fqn, 0), parameter.requires_grad, dims.get(first), within)
+        rows = first in own_rows
+        return WeightShape(first, shape, uses.get(fqn, 0), parameter.requires_grad, dims.get(first), within, rows)
 
     for layer in adapter.layers():
         part = module.get_submodule(layer)
         weights = {f"{layer}.{key}": p for key, p in part.named_parameters()}
+        found = list(mixers(part)) if abilities.token_gathered else []
+        held = [f"{layer}.{fqn}" for fqn, inner in part.named_modules() if inner in found]
+        weights = {key: weights[key] for key in in_order(weights, held)}
         seen |= {names[id(p)] for p in weights.values()}
         on_targets = llm and layer == HEAD
-        width = _projected_width(part, _OF_QUERIES)
-        sizes = width, on_targets, _projected_width(part, _OF_KEYS), llm and width > 0
+        attending = {fqn: p for fqn, p in part.named_modules() if not within(f"{layer}.{fqn}", *held)}
+        width = _projected_width(attending, _OF_QUERIES) - _gate_width(attending)
+        sizes = width, on_targets, _projected_width(attending, _OF_KEYS), llm and width > 0
         shares = on_targets and abilities.head == layer
         tokens = max(abilities.tokens_per_row, 1) if layer not in abilities.on_rows else 1
         attention = (abilities.attention_copies, key_heads, abilities.row_copies) if width else (0, 0, 0)
         shapes = tuple(starmap(shape_of, weights.items()))
-        layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention))
+        chunks = on_targets and abilities.loss_by_chunks
+        states = tuple(map(recurrence_of, found))
+        layers.append(LayerShape(layer, shapes, *sizes, shares, tokens, *attention, chunks, states))
     rest = {fqn: p for fqn, p in module.named_parameters() if fqn not in seen}
     if rest:
         layers.insert(0, LayerShape("", tuple(starmap(shape_of, rest.items()))))
@@ -106,16 +119,32 @@ def _experts(layers: ExpertLayers | None) -> dict[str, _Use]:
     return found
 
 
-def _projected_width(layer: nn.Module, projections: Mapping[str, int]) -> int:
-    """The summed output width of the projections in `layer`, each over its number of equal parts."""
+def _gate_width(parts: Mapping[str, nn.Module]) -> int:
+    """Of all `q_proj` among `parts`, what they make beside queries."""
     width = 0
-    for fqn, part in layer.named_modules():
+    for fqn, part in parts.items():
+        keys, groups = getattr(part, "k_proj", None), getattr(part, "num_key_value_groups", 0)
+        if (queries := parts.get(f"{fqn}.q_proj")) is not None and keys is not None and groups:
+            width += max(getattr(queries, "out_features", 0) - groups * getattr(keys, "out_features", 0), 0)
+    return width
+
+
+def _projected_width(parts: Mapping[str, nn.Module], projections: Mapping[str, int]) -> int:
+    """The summed output width of the projections among `parts`, each over its number of equal parts."""
+    width = 0
+    for fqn, part in parts.items():
         kind = fqn.rpartition(".")[2]
         if isinstance(part, nn.MultiheadAttention):
             width += part.embed_dim
         elif kind in projections:  # with LoRA it is not an nn.Linear
             width += getattr(part, "out_features", 0) // projections[kind]
     return width
+
+
+def _own_rows(module: nn.Module, plan: Mapping[str, Any]) -> set[str]:
+    """FQNs of the parameters of which tensor-parallel ranks use rows of their own."""
+    styles = [(pattern, style) for pattern, style in plan.items() if isinstance(style, OwnRows)]
+    return {f"{fqn}.{row}" for pattern, style in styles for fqn in matching(module, pattern) for row in style.rows}
 
 
 def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:

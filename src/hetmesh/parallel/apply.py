@@ -30,6 +30,7 @@ from hetmesh.parallel.fully_shard import (
     sharded_forward,
 )
 from hetmesh.parallel.gradient_axes import ParameterAxes, fully_shard_axes, gradient_axes
+from hetmesh.parallel.linear_cross_entropy import LOSS
 from hetmesh.parallel.random_state import seed_by_place
 from hetmesh.parallel.sequence_parallel import apply_sequence_parallel
 from hetmesh.parallel.stage_views import prune, shared_parameters, view
@@ -84,7 +85,7 @@ class AdaptedModule(nn.Module):
                 # These samples pass by what is trained; those of other lanes may not, and FSDP reduces on all ranks.
                 output.requires_grad_(any(p.requires_grad for p in self.parameters()))
             return output.to(self.compute_dtype)
-        return {name: rows.to(self.compute_dtype) for name, rows in output.items()}
+        return {name: rows if name == LOSS else rows.to(self.compute_dtype) for name, rows in output.items()}
 
 
 class Root(nn.Module):
@@ -159,6 +160,7 @@ def parallelize(
     experts: ExpertLayers | None = None,
     dense: DeviceMesh | None = None,
     gathered_whole: bool = False,
+    unblocked: Sequence[str] = (),
 ) -> ParallelModule:
     """Shard `module` in place as `spec` says; only members call it. Nothing is sent. It may be without weights
     (`hetmesh.models.build_deferred`), which each rank then gets for what it keeps; else every rank holds the same full
@@ -175,6 +177,8 @@ def parallelize(
         dense: the handle of `graph.dense_mesh(spec)`, on which all other parameters lie; None: `device_mesh`, which is
             as good where `spec` has no `ep` axis, or nothing is sharded over it.
         gathered_whole: whether FSDP gathers all layers together, and some forwards use only some of the parameters.
+        unblocked: layers that are no blocks, whatever parts they have: their forward may be called in parts, and their
+            backward with it (`hetmesh.parallel.logits_or_loss`).
 
     Raises:
         LayoutError: the calling rank is no member, or `device_mesh` is not a handle of `spec`.
@@ -206,7 +210,7 @@ def parallelize(
     dtype = next((p.dtype for p in module.parameters()), options.parameter_dtype)
     compute_dtype = options.compute_dtype or dtype
     casts = compute_dtype != dtype and not sharded and not options.compute_copies
-    layers = blocks(module, map(module.get_submodule, adapter.layers()))
+    layers = blocks(module, [module.get_submodule(name) for name in adapter.layers() if name not in unblocked])
     apply_activation_checkpoint(layers, options.activation_checkpoint, options.save_ops)
     if options.compile_backend is not None:
         apply_compile(layers, options.compile_backend, device_mesh.device_type)

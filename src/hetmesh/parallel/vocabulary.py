@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
 
 from hetmesh.parallel.gaps import collective
 from hetmesh.parallel.linear import ColwiseLinear
@@ -40,17 +39,6 @@ class VocabularyShards:
         """The first token of this rank's share."""
         return sum(self.widths[: dist.get_rank(self.group)])
 
-    def sum_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum over targets, equal on every rank; a connected 0 without any. Nothing waits for the device.
-
-        Half precision is raised to fp32, some rows at a time; the backward keeps the logits and one number per target.
-
-        Args:
-            logits: this rank's share, `[targets, width]`. Its gradient is that of the share, complete.
-            targets: true tokens, int64 `[targets]`; with one that is outside the vocabulary the loss is nan.
-        """
-        return _SumCrossEntropy.apply(logits, targets, self.start, sum(self.widths), self.group)
-
     @torch.no_grad()
     def argmax(self, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """The most likely token of each target, the first of equal ones, on every rank: int64 `[targets]`. `logits`:
@@ -58,7 +46,7 @@ class VocabularyShards:
         start, (count, width) = self.start, logits.shape
         if not count:
             return torch.zeros(0, dtype=torch.int64, device=logits.device)
-        best = logits.new_full((count,), -torch.inf, dtype=_raised(logits.dtype))
+        best = logits.new_full((count,), -torch.inf, dtype=raised(logits.dtype))
         token = torch.zeros(count, dtype=torch.int64, device=logits.device)
         if width:
             excluded = [t - start for t in sorted(without) if start <= t < start + width]
@@ -93,41 +81,65 @@ def shard_vocabulary(module: nn.Module, head: str) -> VocabularyShards | None:
     return VocabularyShards(split[0].group, width)
 
 
-class _SumCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, size: int, group: dist.ProcessGroup) -> Tensor:
-        dtype, (count, width) = _raised(logits.dtype), logits.shape
-        place = targets - start
-        own = (place >= 0) & (place < width)
-        place = place.clamp(0, max(width - 1, 0))[:, None]
-        largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
-        if count:
-            collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=group)
-        sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
-        if width:
-            for rows in _chunks(count, width):
-                sums[0, rows] = (logits[rows].to(dtype) - largest[rows, None]).exp_().sum(-1)
-            sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
-        sums[1].masked_fill_((targets < 0) | (targets >= size), torch.nan)  # nobody's: 0 would pass for its logit
-        if count:
-            collective(dist.all_reduce, sums, group=group)
-        log_sums = sums[0].log()
-        ctx.save_for_backward(logits, largest + log_sums, place, own)
-        return (log_sums - sums[1]).sum()
+def cross_entropy_with_gradient(
+    logits: Tensor, targets: Tensor, shards: VocabularyShards | None, out: Tensor | None
+) -> Tensor:
+    """The summed cross-entropy of logits `[targets, width]`, without a graph; 0 without any.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, log_sums, place, own = ctx.saved_tensors
-        gradient, (count, width) = torch.empty_like(logits), logits.shape
-        for rows in _chunks(count, width) if width else ():
-            part = (logits[rows].to(log_sums.dtype) - log_sums[rows, None]).exp_()
-            part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
-            gradient[rows] = part.mul_(gradients[0])
-        return gradient, None, None, None, None
+    Args:
+        targets: true tokens, int64 `[targets]`. With one that is outside of a vocabulary in shares it is nan.
+        shards: then logits are this rank's share, and the loss is equal on every rank.
+        out: for its gradient by the logits, whose place it may take; None: there is none.
+    """
+    logits = logits.detach()
+    if shards is not None:
+        return _of_shares(logits, targets, shards, out)
+    losses = []
+    for rows in _chunks(len(logits), _TENSORS * logits.shape[1]):
+        part = logits[rows].requires_grad_(out is not None)
+        with torch.set_grad_enabled(out is not None):
+            loss = cross_entropy(part.to(raised(part.dtype)), targets[rows], reduction="sum")
+        if out is not None:
+            (out[rows],) = torch.autograd.grad(loss, [part])
+        losses.append(loss.detach())
+    return torch.stack(losses).sum() if losses else logits.new_zeros((), dtype=raised(logits.dtype))
 
 
-def _raised(dtype: torch.dtype) -> torch.dtype:
+_TENSORS = 4  # in fp32, as large as logits, that torch's cross-entropy makes for a gradient, one after the other
+
+
+def _of_shares(logits: Tensor, targets: Tensor, shards: VocabularyShards, out: Tensor | None) -> Tensor:
+    """Half precision is raised to fp32, some rows at a time. Nothing waits for the device."""
+    dtype, (count, width) = raised(logits.dtype), logits.shape
+    place = targets - shards.start  # in this rank's share, if it is its own
+    own = (place >= 0) & (place < width)
+    place = place.clamp(0, max(width - 1, 0))[:, None]
+    largest = logits.amax(-1).to(dtype) if width else logits.new_full((count,), -torch.inf, dtype=dtype)
+    if count:
+        collective(dist.all_reduce, largest, dist.ReduceOp.MAX, group=shards.group)
+    sums = logits.new_zeros(2, count, dtype=dtype)  # of exponentials, and the logit of the target
+    if width:
+        for rows in _chunks(count, width):
+            sums[0, rows] = (logits[rows] - largest[rows, None]).exp_().sum(-1)
+        sums[1] = torch.where(own, logits.gather(-1, place)[:, 0].to(dtype) - largest, 0)
+    nobodys = (targets < 0) | (targets >= sum(shards.widths))
+    sums[1].masked_fill_(nobodys, torch.nan)  # 0 would pass for its logit
+    if count:
+        collective(dist.all_reduce, sums, group=shards.group)
+    log_sums = sums[0].log()
+    loss = (log_sums - sums[1]).sum()
+    if out is None or not width:
+        return loss
+    for rows in _chunks(count, width):
+        part = (logits[rows] - (largest + log_sums)[rows, None]).exp_()  # of half precision and fp32: fp32
+        part.scatter_add_(-1, place[rows], -own[rows, None].to(part.dtype))
+        out[rows] = part
+        del part  # or the next would be made beside it
+    return loss
+
+
+def raised(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a loss of logits in `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

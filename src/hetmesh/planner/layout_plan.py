@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from hetmesh.cost.flops import token_costs
 from hetmesh.cost.stage_cuts import default_splits
 from hetmesh.errors import GraphError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, experts_mesh, with_neighbours_meshes
@@ -196,4 +197,5 @@ def laid_out_module(problem: Problem, name: str, mesh: MeshSpec, own: ModulePlan
         packed=llm and (spec.packed or shared),
         token_axes=axes if llm or not graph.inputs(name) else (),
         tokens_per_row=facts.tokens_per_row if shared else 0,
+        token_costs=token_costs(facts.shape, options.row_dtype.itemsize) if llm and shared else (0, 0),
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
@@ -326,6 +326,26 @@ def _messages(error: ValidationError) -> list[str]:
             key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
         key = key.replace("parallelism.modules.", "parallelism.", 1)
         says = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        missing = complaint["type"] == "missing"
-        said.append(f"{key} is missing" if missing else f"{key} = {complaint['input']!r}: {says}")
+        if complaint["type"] == "missing":
+            said.append(f"{key} is missing")
+        elif complaint["type"] == "extra_forbidden":
+            said.append(f"{key}: {unknown('key', str(complaint['loc'][-1]), _keys_at(complaint['loc'][:-1]))}")
+        else:
+            said.append(f"{key} = {complaint['input']!r}: {says}")
     return said
+
+
+def _keys_at(place: Sequence[int | str]) -> Iterator[str]:
+    """The keys of the table at `place`: names of fields, of tables, and numbers in arrays."""
+    table: type[sections.Section] = Recipe
+    for part in place:
+        if (field := table.model_fields.get(str(part))) is not None:
+            table = next(_tables_in(field.annotation), table)  # a module may be called as a key is
+    return (field.alias or name for name, field in table.model_fields.items())
+
+
+def _tables_in(annotation: Any) -> Iterator[type[sections.Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, sections.Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _tables_in(part)

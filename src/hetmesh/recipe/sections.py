@@ -103,7 +103,7 @@ class Loss(NamesCode):
     """
 
     kind: str  # "cross_entropy", "mse", "flow_matching" or "package.module:function"
-    weight: NotNegative = 1.0  # 0: measured, and not trained
+    weight: NotNegative = 1.0  # 0: measured, and not trained; its gradient must be finite all the same
     unit: Literal["tokens", "latents", "frames", "items"] | None = None  # None: tokens or latents, as kind says
 
 

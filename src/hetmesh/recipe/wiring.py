@@ -156,15 +156,21 @@ def wiring(recipe: Recipe) -> Wiring:
                 losses[name] = _loss(f"modules.{name}.loss", module.loss)
     refusals.finish()
     topology = _topology(recipe, losses)
-    with refusals.collect():
+    with refusals.collect():  # where `at` is wrong, what follows from it is no news
         _check_ends(recipe, topology)
-    with refusals.collect():
         _check_losses(losses, topology)
     media: dict[str, str | None] = {}
-    if not refusals.said:  # where `at` is wrong, what follows from it is no news
+    if not refusals.said:
         for name in recipe.modules:
             with refusals.collect():
                 media[name] = _media(recipe, topology, losses, name)
+    for b in topology.boundaries:
+        made, read = media.get(b.destination), media.get(b.source)
+        if b.destination in topology.after_llm and read is not None and made not in (None, read):
+            refusals.add(
+                f"modules.{b.source}.media: {b.source!r} reads {read!r}, and its rows are the targets of "
+                f"{b.destination!r}, which makes {made!r}; take an encoder of these"
+            )
     tables = {name: _table(recipe, topology, name) for name in recipe.modules}
     meshes: Mapping[str, MeshSpec] = {}
     with refusals.collect():
@@ -210,15 +216,26 @@ def _check_losses(losses: Mapping[str, LossSpec], topology: Topology) -> None:
         key, loss = f"modules.{name}.loss", losses.get(name)
         if loss is None:
             if name != topology.llm and not topology.outputs(name):
-                refusals.add(f"{key} is missing: no module reads what {name!r} computes, so it needs a loss of its own")
-        elif loss.unit == "tokens" and name != topology.llm:
+                refusals.add(
+                    f"{key} is missing: no module reads what {name!r} computes, so it needs a loss of its own; "
+                    f"{topology.llm!r} is the LLM, to which rows with `at` go, or from which they come"
+                )
+        elif name in topology.after_llm and topology.outputs(name):
             refusals.add(
-                f"{key}: only {topology.llm!r}, the LLM, has target tokens; unit can be latents, frames, items"
+                f"{key}: {name!r} hands its rows on to {topology.outputs(name)[0].destination!r}; after "
+                f"{topology.llm!r} only modules that none reads have losses"
+            )
+        elif loss.unit == "tokens" and name != topology.llm:
+            where = f"{key}.kind = {loss.kind!r}" if loss.kind == "cross_entropy" else f"{key}.unit = 'tokens'"
+            refusals.add(
+                f"{where}: only {topology.llm!r}, the LLM, has target tokens; others count latents, frames or items"
             )
         elif loss.kind in ("mse", "flow_matching") and name not in topology.after_llm:
             refusals.add(
                 f"{key}.kind = {loss.kind!r}: only a module after {topology.llm!r} has targets to compare with"
             )
+        elif loss.unit != "tokens" and name == topology.llm:
+            refusals.add(f"{key}.unit = {loss.unit!r}: {name!r}, the LLM, has target tokens; write 'tokens'")
         elif loss.unit == "latents" and name not in topology.after_llm:
             refusals.add(
                 f"{key}.unit = 'latents': only a module after {topology.llm!r} makes any; take frames or items"
@@ -238,24 +255,18 @@ def _check_ends(recipe: Recipe, topology: Topology) -> None:
         key = f"boundaries[{i}].at"
         if b.layer is not None and b.source != llm:
             refusals.add(f"boundaries[{i}].layer: only hidden states of {llm!r} are of a layer; leave it out")
-        if b.source == llm and b.at is None:
+        if b.at is None and (b.source == llm or b.destination == llm in topology.others):
             refusals.add(
                 f"{key} is missing: name the placeholder of the tokens whose hidden states {b.destination!r} reads, "
-                f'e.g. at = "image_out"; {llm!r}, the LLM, emits nothing else'
+                f'e.g. at = "image_out"; {b.source!r}, the LLM, emits nothing else'
             )
         elif llm not in (b.source, b.destination) and b.at is not None and b.destination not in unnamed:
-            if any(out.destination == llm and out.at not in (None, b.at) for out in topology.outputs(b.destination)):
-                refusals.add(
-                    f"modules.{llm}.loss is missing: {b.destination!r} reads tokens, as rows replace its {b.at!r}, and "
-                    f"{llm!r} is a module after it"
-                )
-                continue
             refusals.add(f"{key}: rows replace placeholders only in {llm!r}, but {b.name} ends elsewhere; leave it out")
         elif b.destination == llm and b.at is None:
+            after = f"; if {llm!r} is no LLM but a module after it, [modules.{llm}.loss] is missing"
             refusals.add(
-                f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"; '
-                f"{llm!r} is the LLM, as no module follows it and it has no loss of its own; a module after the LLM "
-                "has a [modules.<name>.loss]"
+                f'{key} is missing: name the placeholder that the rows of {b.name} replace, e.g. at = "image"'
+                + after * (not topology.outputs(llm) and recipe.modules[llm].loss is None)
             )
         elif b.source != llm and b.at is not None and seen.setdefault(b.at, b.name) != b.name:
             refusals.add(f"{key}: the rows of {seen[b.at]} already replace placeholder {b.at!r}; name another one")

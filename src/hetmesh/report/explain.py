@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from hetmesh.balance import BatchPlan, boundary_layouts
 from hetmesh.boundary.process_groups import ends_are_tied, job_groups, most_on_a_rank
 from hetmesh.boundary.transport import MEMORY, choose
 from hetmesh.cost import ModuleShape, Work, imbalance, module_flops, module_memory
+from hetmesh.formatting import counted
 from hetmesh.graph import BoundarySpec, ModuleGraph, boundary_edge, dense_mesh
 from hetmesh.layout import Layout, MeshSpec, RowSplit, TransferPlan, missing_elements, plan_transfer
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.report.text import bytes_text
 from hetmesh.report.timeline_text import hidden_text
 from hetmesh.report.values import BoundaryView, HeldView, ModuleView, RecipeView, Traffic
 from hetmesh.resolve.modules import notes_on_experts
@@ -19,6 +22,7 @@ from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.schedule import Schedule
 from hetmesh.simulate import peak_rows
+from hetmesh.simulate.rank_work import rank_work
 
 LINKS = (MEMORY, "gloo", "nccl")  # what may carry messages: the memory of one host, or a backend
 CELL_NAMES = {"dp_replicate": "dp", "dp_shard": "fsdp"}  # of mesh axes, where they differ from the axis's
@@ -36,6 +40,7 @@ def explain(resolved: ResolvedRecipe, machine: str | None = None) -> RecipeView:
     plan = resolved.plan(resolved.loader().batch(0).metas)
     schedule, model = resolved.schedules.of(plan), agreed_step_model(recipe, graph, shapes, machine)
     held, notes = _held(plan, schedule), notes_on_experts(shapes)
+    notes = (*notes, *_cuts(plan, shapes[graph.llm.name]))
     if schedule.in_collectives and model is not None:
         notes = (*notes, f"predicted for encoders: {hidden_text(simulate_recipe(resolved, machine=machine))}")
     groups = job_groups(graph, recipe.world_size, lambda spec: ends_are_tied(spec, shapes[spec.name]))
@@ -67,6 +72,20 @@ def _held(plan: BatchPlan, schedule: Schedule) -> dict[str, tuple[HeldView, ...]
     stages, rows, most = schedule.stages, peak_rows(plan, schedule), schedule.peaks_in_flight()
     held = {stage: HeldView(most[stage], rows[stage]) for stage in stages.stages}
     return {name: tuple(held[stage] for stage in stages.of_module(name)) for name in plan.graph.order}
+
+
+def _cuts(plan: BatchPlan, shape: ModuleShape | None) -> Iterator[str]:
+    """What layers with a recurrence send where ranks that share tokens cut samples."""
+    llm = plan.graph.llm
+    if shape is None or not any(llm.token_costs):
+        return
+    work = [rank_work(plan, llm.name, m) for m in range(plan.routes.count(llm.name))]
+    cuts = sum(rank.cuts.all for ranks in work for rank in ranks[:: llm.mesh.axis_size("cp")])
+    for own, count in Counter(own for layer in shape.layers for own in layer.recurrences).items():
+        sent = own.cut_bytes(llm.options.row_dtype.itemsize)
+        each = f"{bytes_text(sent.forward)} forward and {bytes_text(sent.backward)} backward of states"
+        text = f"context parallelism of {llm.name}: {counted(cuts, 'cut')} of samples in this batch, each {each}"
+        yield f"{text} in each of {counted(count, 'layer')} with a recurrence, whatever the lengths"
 
 
 def _module(

@@ -48,12 +48,13 @@ def check_placed(kinds: Sequence[str], recipe: Recipe, adapters: Mapping[str, Ad
 
 def check_extents(extents: Mapping[str, tuple[int, ...]], graph: ModuleGraph, adapters: Mapping[str, Adapter]) -> None:
     """Raise RecipeError for media that a processor makes of a shape that their encoder does not take."""
+    made = {graph[name].media for name in graph.topology.after_llm}
     for at, rows in placeholder_rows(graph, adapters).items():
         if at in extents:
             try:
                 rows(extents[at])
             except SampleError as error:
+                hint = "" if at in made else "; does the processor belong to the model?"
                 raise RecipeError(
-                    f"data: its items of kind {at!r} do not suit the module that reads them: {error}; does the "
-                    "processor belong to the model?"
+                    f"data: its items of kind {at!r} do not suit the module that reads them: {error}{hint}"
                 ) from error

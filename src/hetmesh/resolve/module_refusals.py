@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetmesh.errors import RecipeError, Refusals
-from hetmesh.graph import dense_mesh, experts_fit
+from hetmesh.graph import NEXT_TOKEN, dense_mesh, experts_fit
 from hetmesh.layout import MeshSpec
 from hetmesh.models import Adapter, add_lora, build_empty, check_weights, freeze_by_name, pretrained_of
 from hetmesh.models.module_shape import check_batch_statistics
@@ -183,6 +183,19 @@ def _built(recipe: Recipe, name: str, adapter: Adapter, module: nn.Module, refus
     if own.lora is not None:
         with refusals.collect(), torch.device("meta"):
             add_lora(module, own.lora, name, recipe.debug.seed, adapter.layers())
+
+
+def untrained(recipe: Recipe) -> list[str]:
+    """What is to be said of modules that only losses of weight 0 reach: an optimizer changes them all the same."""
+    wiring = recipe.wiring
+    losses = {wiring.llm: NEXT_TOKEN} | dict(wiring.losses)
+    reached = {name for name, loss in losses.items() if loss.weight}
+    reached = reached.union(*map(wiring.topology.upstream, reached))
+    return [
+        f"modules.{name}: no loss of a weight above 0 trains it; trainable = false keeps weight decay from it, too"
+        for name, module in recipe.modules.items()
+        if name not in reached and module.trainable
+    ]
 
 
 _compared: dict[Any, str | None] = {}

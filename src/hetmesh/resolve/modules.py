@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -123,7 +123,11 @@ def _shape(recipe: Recipe, adapter: Adapter, name: str) -> ModuleShape | None:
     except Exception:  # a user's constructor may compute with its weights
         return None
     plan = lora_plan(module, {**adapter.tensor_parallel_plan(), **recipe.modules[name].plan})
-    return with_optimizer_needs(recipe, module_shape(name, adapter, module, plan))
+    shape, loss = module_shape(name, adapter, module, plan), recipe.modules[name].loss
+    if loss is not None and ":" in loss.kind:  # a loss of one's own reads all logits, whole
+        whole = (replace(layer, by_chunks=False, shares_logits=False) for layer in shape.layers)
+        shape = replace(shape, layers=tuple(whole))
+    return with_optimizer_needs(recipe, shape)
 
 
 def notes_on_experts(shapes: Shapes) -> tuple[str, ...]:

@@ -129,6 +129,7 @@ def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:
             tokens_per_row=0,
             packed=packs_anyway(recipe, spec.name),
             assignment="balanced",
+            token_costs=(0, 0),
             options=replace(spec.options, reshard_after_forward="default", sequence_parallel=False),
         )
         for spec in graph.modules

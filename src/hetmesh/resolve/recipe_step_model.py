@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from hetmesh.cost import Machine, Profile, load_machine
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.errors import RecipeError
 from hetmesh.graph import ModuleGraph
 from hetmesh.recipe.recipe import Recipe
@@ -33,9 +34,6 @@ def agreed_step_model(
 
 _SMALLEST, _LARGEST = 64, 1024  # of the square matrix product that stands for a CPU's peak
 _MIN_PRODUCT_S = 0.01
-
-TYPICAL_PEAK = 5e10
-"""FLOPs per second of a machine that says none: about a CPU core."""
 
 
 def recipe_step_model(

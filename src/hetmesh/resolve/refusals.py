@@ -66,7 +66,7 @@ def check_recipe(
         for name, module in recipe.modules.items():
             if module.media is not None and not set(placeholders).intersection(kinds_of(module.media)):
                 refusals.add(f"modules.{name}.media = {module.media!r}: {source}")
-    _outputs(recipe, adapters or {}, refusals)
+    _losses(recipe, refusals)
     if recipe.fills_bubbles:
         _bubble_fill(recipe, adapters or {}, shapes, refusals)
     for name, adapter in (adapters or {}).items():
@@ -74,8 +74,8 @@ def check_recipe(
     refusals.finish()
 
 
-def _outputs(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals) -> None:
-    """Losses that have a name, and layers whose output modules after the LLM read."""
+def _losses(recipe: Recipe, refusals: Refusals) -> None:
+    """Losses that have a name, and those that cannot leave samples out."""
     for name, module in recipe.modules.items():
         if module.loss is not None and ":" in module.loss.kind:
             with refusals.collect():
@@ -85,13 +85,6 @@ def _outputs(recipe: Recipe, adapters: Mapping[str, Adapter], refusals: Refusals
             refusals.add(
                 f"modules.{name}.loss: not together with its context parallel ranks and data.on_bad_sample = 'skip', "
                 "as a rank does not know which of its rows are of samples that cannot be read"
-            )
-    layers = adapters[recipe.llm].layers()[1:-1] if recipe.llm in adapters else ()
-    for i, boundary in enumerate(recipe.boundaries):
-        if layers and boundary.layer is not None and boundary.layer not in layers:
-            refusals.add(
-                f"boundaries[{i}].layer = {boundary.layer!r}: of {recipe.llm!r} hidden states behind {layers[0]} to "
-                f"{layers[-1]} can be read; leave it out for those that its head reads"
             )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
 from hetmesh.balance.co_located import check_shares, leaders, led_modules
 from hetmesh.cost import Profile, load_machine
-from hetmesh.cost.flops import SampleCosts
+from hetmesh.cost.flops import SampleCosts, token_costs
 from hetmesh.data.expand import Expander
 from hetmesh.data.loader import Loader
 from hetmesh.data.mixture import MixtureSource
@@ -23,6 +23,7 @@ from hetmesh.data.source import Source
 from hetmesh.errors import GraphError, HetmeshError, RecipeError, Refusals
 from hetmesh.formatting import listed
 from hetmesh.graph import BoundarySpec, ModuleGraph, ModuleSpec, SampleMeta
+from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.models import (
     Adapter,
     make_adapters,
@@ -37,8 +38,9 @@ from hetmesh.recipe.module_options import module_options, packs, token_assignmen
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.recipe.sections import Balance
 from hetmesh.resolve.deferral import DeferralChoice, choose_deferral
+from hetmesh.resolve.directories import up_to_llm
 from hetmesh.resolve.media import check_extents, check_placed, media_extents
-from hetmesh.resolve.module_refusals import uncompared_plans
+from hetmesh.resolve.module_refusals import uncompared_plans, untrained
 from hetmesh.resolve.modules import ModuleShapes, Shapes
 from hetmesh.resolve.recipe_step_model import agreed_step_model, recipe_step_model
 from hetmesh.resolve.refusals import check_recipe
@@ -140,7 +142,9 @@ class ResolvedRecipe:
                 hint = "measure this recipe with `hetmesh profile`, or leave the key out"
                 raise RecipeError(f"profiling.profile: {error}; {hint}") from error
         return {
-            name: SampleCosts.of(shapes[name], upstream=any(graph.needs_gradient(b) for b in graph.inputs(name)))
+            name: SampleCosts.of(
+                shapes[name], self.typical.of(name), upstream=any(map(graph.needs_gradient, graph.inputs(name)))
+            )
             for name in graph.order
         }
 
@@ -211,7 +215,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     if source is None:  # models take sizes from it, but those of directories
         if recipe.model.hf_path is not None:
             with refusals.collect():
-                adapters_of(recipe, vocab_size=0)
+                adapters_of(up_to_llm(recipe), vocab_size=0)
         refusals.finish()
     assert source is not None
     adapters: dict[str, Adapter] | None = None
@@ -220,8 +224,12 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
         with refusals.collect():
             extents = media_extents(source, recipe.data.on_bad_sample == "skip")
             tensors = {kind: extent for kind, extent in extents.items() if extent is not None}
-            adapters = adapters_of(recipe, source.vocab_size, tensors)
-            check_placed([kind for kind in extents if kind not in tensors], recipe, adapters)
+            made = (b.at for b in recipe.wiring.topology.outputs(recipe.llm) if b.at is not None)
+            if all(set(source.placeholders).intersection(kinds_of(at)) for at in made):
+                adapters = adapters_of(recipe, source.vocab_size, tensors)
+                check_placed([kind for kind in extents if kind not in tensors], recipe, adapters)
+            else:  # of the others, `check_recipe` says what is wrong
+                adapters_of(up_to_llm(recipe), source.vocab_size, tensors)
     shapes = ModuleShapes(recipe, adapters or {})
     with refusals.collect():
         check_recipe(recipe, adapters, source.placeholders, shapes)
@@ -241,6 +249,7 @@ def resolve(recipe: Recipe, source: Source | None = None) -> ResolvedRecipe:
     if adapters is not None and not refusals.said:
         with refusals.collect():
             notes = uncompared_plans(recipe.modules, recipe.wiring.meshes, adapters, source.vocab_size)
+            notes += untrained(recipe)
     refusals.finish()
     assert adapters is not None
     assert graph is not None
@@ -259,14 +268,22 @@ def adapters_of(
     return make_adapters(recipe.modules, boundaries, wiring.media, vocab_size, extents, packed, wiring.losses)
 
 
-def check_first_batch(resolved: ResolvedRecipe) -> None:
-    """Raise RecipeError for caps (`balance.max_tokens`) that the first batch cannot keep."""
+def check_first_batch(resolved: ResolvedRecipe) -> list[str]:
+    """What is to be said of the first batch: losses that count nothing in it. Raises RecipeError for caps
+    (`balance.max_tokens`) that it cannot keep, SampleError for samples that end the run."""
+    metas, losses = resolved.loader().batch(0).metas, resolved.graph.losses
     if resolved.recipe.balance.max_tokens:
-        metas = resolved.loader().batch(0).metas
         try:
             resolved.plan(metas)
         except GraphError as error:
             raise RecipeError(f"balance.max_tokens: the first batch cannot keep it: {error}") from error
+    counts = {name: metas.rows.get(name + LOSS_UNITS, metas.num_targets).sum() for name in losses}
+    return [
+        f"modules.{name}.loss: the first batch has none of the {losses[name].unit} that it counts; training.seq_len = "
+        f"{resolved.recipe.training.seq_len} may cut them"
+        for name, count in counts.items()
+        if not count
+    ]
 
 
 def _typical(recipe: Recipe, adapters: Mapping[str, Adapter], source: Source) -> Typical:
@@ -290,6 +307,9 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
         with refusals.collect():
             axes, layers, media = token_axes(recipe, name), adapters[name].layers(), recipe.wiring.media[name]
             splits = module_splits(recipe, name, adapters[name], shapes, typical)
+            options, costs = module_options(recipe, name), (0, 0)
+            if "cp" in axes and adapters[name].abilities.token_gathered and (shape := shapes[name]) is not None:
+                costs = token_costs(shape, options.row_dtype.itemsize)
             try:
                 spec = ModuleSpec(
                     name,
@@ -303,10 +323,11 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                     packed=packs(recipe, name),
                     attention_mask=module.attention_mask,
                     assignment=token_assignment(recipe, name),
+                    token_costs=costs,
                     splits=splits.runs,
                     activation=splits.activation,
                     frozen_layers=splits.frozen_layers,
-                    options=module_options(recipe, name),
+                    options=options,
                     loss=recipe.wiring.losses.get(name),
                 )
             except GraphError as error:
@@ -314,6 +335,13 @@ def _graph(recipe: Recipe, adapters: Mapping[str, Adapter], shapes: Shapes, typi
                     f"parallelism.{name}.module_fqns_per_model_part: {error}; layers are {list(layers)}"
                 ) from error
             modules.append(spec)
+    layers = adapters[recipe.llm].layers()[1:-1]
+    for i, b in enumerate(recipe.boundaries):
+        if layers and b.layer is not None and b.layer not in layers:
+            refusals.add(
+                f"boundaries[{i}].layer = {b.layer!r}: of {recipe.llm!r} hidden states behind {layers[0]} to "
+                f"{layers[-1]} can be read; leave it out for those that its head reads"
+            )
     refusals.finish()
     try:
         return ModuleGraph(tuple(modules), boundaries)

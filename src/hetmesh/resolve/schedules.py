@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 
 from hetmesh.balance import BalanceOptions, BatchPlan, plan_batch
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.errors import RecipeError, ScheduleError
 from hetmesh.formatting import counted
 from hetmesh.graph import ModuleGraph, Routes, SampleMeta, StageGraph, stage_graph
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.resolve.recipe_step_model import TYPICAL_PEAK
 from hetmesh.resolve.splits import TYPICAL, Typical
 from hetmesh.schedule import POLICIES, PolicyOptions, Schedule, uses_collectives
 from hetmesh.simulate import StepModel

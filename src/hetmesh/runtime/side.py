@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -160,9 +160,14 @@ class Stops:
             if next(part.children(), None) is None and any(p.dim() > 1 for p in part.parameters(recurse=False)):
                 part.register_forward_hook(self._behind)
 
-    def of(self, side: Side) -> AbstractContextManager[None]:
+    @contextmanager
+    def of(self, side: Side) -> Iterator[None]:
         """In the body they are those of `side`."""
-        return _Attached(self, side)
+        self.side = side
+        try:
+            yield
+        finally:
+            self.side = None
 
     def _behind(self, _: nn.Module, __: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self.side is None:
@@ -174,17 +179,6 @@ class Stops:
     def _passed(self, _: Tensor) -> None:
         if self.side is not None:
             self.side.stop()
-
-
-class _Attached:
-    def __init__(self, stops: Stops, side: Side) -> None:
-        self.stops, self.side = stops, side
-
-    def __enter__(self) -> None:
-        self.stops.side = self.side
-
-    def __exit__(self, *_: object) -> None:
-        self.stops.side = None
 
 
 class _Abandoned(BaseException):

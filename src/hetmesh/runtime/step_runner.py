@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.graph import Edge, Route, Stage
 from hetmesh.parallel import local_part
 from hetmesh.parallel.activation_checkpoint import backward_in_two_parts
+from hetmesh.parallel.linear_cross_entropy import LOSS, asking_for_loss
 from hetmesh.parallel.random_state import entering
 from hetmesh.parallel.stage_views import PREVIOUS
 from hetmesh.runtime.backward import SplitBackward, backward
@@ -37,12 +39,12 @@ Outputs = Mapping[str, Tensor]
 Loss = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 """(output of a module, its batch) -> the summed loss of this lane and microbatch, a scalar."""
 
-LOSS, TARGET = "loss", "target"
-"""Names of outputs: the summed loss; and what a module itself makes its loss compare its output with, which is then
-`batch["targets"]`."""
+TARGET = "target"
+"""Name of an output: what a module itself makes its loss compare its output with, which is then `batch["targets"]`."""
 
 Observe = Callable[[int, Tensor, Mapping[str, Tensor]], None]
-"""(microbatch, detached output, batch) of a module with a loss: called after each forward of its last stage."""
+"""(microbatch, detached output, batch) of a module with a loss: called after each forward of its last stage; of an LLM
+in it, for some targets after others, where its loss comes so (`hetmesh.parallel.linear_cross_entropy.Observe`)."""
 
 _Saved = Tensor | tuple[torch.device, Tensor]
 """What autograd saved: where it was, or its device and a copy in the host's memory."""
@@ -134,20 +136,28 @@ class StepRunner:
 
     def _with_loss(self, stage: Stage, m: int, batch: Mapping[str, Tensor], outputs: dict[str, Tensor]) -> Outputs:
         """The outputs of a stage that go on, and its loss."""
-        if (observe := self.observe.get(stage.module)) is not None:
-            observe(m, outputs[""].detach(), batch)
-        if TARGET in outputs:
-            batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET)})
-        loss = self.runtime.losses[stage.module](outputs[""], batch)
+        loss = outputs.pop(LOSS, None)
+        if loss is None:
+            if (observe := self._observer(stage, m)) is not None:
+                observe(outputs[""].detach(), batch)
+            if TARGET in outputs:
+                batch = with_tensors(batch, {**batch, "targets": outputs.pop(TARGET)})
+            loss = self.runtime.losses[stage.module](outputs[""], batch)
         self.loss_sums[stage.module] += loss.detach().double()
         sent = {edge.output for edge in self.schedule.stages.outputs(stage)}
         return {**{name: rows for name, rows in outputs.items() if name in sent}, LOSS: loss}
 
     def _run(self, stage: Stage, m: int, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Outputs:
         place = replace(self.runtime.places[stage], step=self.step, microbatch=m)
-        with entering(place, self.runtime.device_module):  # computed again, it draws the same again
+        loss = self.runtime.losses[stage.module] if stage in self.schedule.stages.losses else None
+        asking = asking_for_loss(loss, self._observer(stage, m))
+        with asking, entering(place, self.runtime.device_module):  # computed again, it draws the same again
             result = self.runtime.modules[stage](batch, inputs)
         return {"": result} if isinstance(result, Tensor) else result
+
+    def _observer(self, stage: Stage, m: int) -> Callable[[Tensor, Mapping[str, Tensor]], None] | None:
+        observe = self.observe.get(stage.module) if stage in self.schedule.stages.losses else None
+        return None if observe is None else partial(observe, m)
 
     def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
         if stage not in self.schedule.offload:

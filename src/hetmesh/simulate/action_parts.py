@@ -55,12 +55,15 @@ def pieces(layer: LayerShape) -> tuple[LayerPiece, ...]:
         runs.pop()
     seconds, widths = [], []
     for i, run in enumerate(runs):
-        width = layer.attention_width if i == 0 else 0
-        part = LayerShape("", tuple(run), width, layer.on_targets, tokens_per_row=layer.tokens_per_row)
+        width, recurrences = (layer.attention_width, layer.recurrences) if i == 0 else (0, ())
+        part = LayerShape(
+            "", tuple(run), width, layer.on_targets, tokens_per_row=layer.tokens_per_row, recurrences=recurrences
+        )
         seconds.append(layer_time(part, _TYPICAL, _RATES, upstream=True).forward)
         widths.append(sum(w.outputs for w in run if w.per_row and w.splits_inputs))
     whole, wide = sum(seconds), sum(widths)
-    kinds = ["attention" if layer.attention_width and i == 0 else "mlp" for i in range(len(runs))]
+    mixes = layer.attention_width or layer.recurrences
+    kinds = ["attention" if mixes and i == 0 else "mlp" for i in range(len(runs))]
     return tuple(
         LayerPiece(kind, s / whole if whole else 1 / len(runs), w / wide if wide else 1 / len(runs))
         for kind, s, w in zip(kinds, seconds, widths, strict=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from hetmesh.balance import BatchPlan
 from hetmesh.context import Mask, needed_keys, tile_counts
+from hetmesh.context.pieces import plan_pieces
 from hetmesh.context.token_owners import LaneTokens
 from hetmesh.cost import Work, computed_work
+from hetmesh.cost.recurrence import RankCuts
 from hetmesh.graph import ModuleSpec, SampleMeta
 from hetmesh.layout import Intervals
 from hetmesh.layout.intervals import coalesce, extent, overlap
@@ -33,11 +35,13 @@ class RankWork:
             those of a padded batch do, where a kernel computes half of the square: twice the entries computed.
         fetched: key rows of other ranks that each attention takes.
         served: own key rows that others take, counted once per taker: gradients come back for these.
+        cuts: over which recurrences send what they remember.
     """
 
     work: Work
     fetched: int = 0
     served: int = 0
+    cuts: RankCuts = field(default_factory=RankCuts)
 
 
 def rank_work(plan: BatchPlan, name: str, microbatch: int) -> tuple[RankWork, ...]:
@@ -60,17 +64,33 @@ def _shares(
 ) -> list[RankWork]:
     """Of the ranks that share the tokens of a lane."""
     llm = module.name == plan.graph.llm.name
-    unit, twice = module.tokens_per_row or 1, 2 if llm else 1
-    shares = [coalesce(sorted(share)) for share in tokens.shares]
-    wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(shares) > 1 else () for runs in shares]
     predicting = _predicting(samples, tokens.starts) if llm else ()
+    return shared_work(mask, tokens.shares, module, llm=llm, predicting=predicting)
+
+
+def shared_work(
+    mask: Mask, shares: Sequence[Intervals], module: ModuleSpec, *, llm: bool, predicting: Intervals = ()
+) -> list[RankWork]:
+    """Of the ranks that share the tokens of one row of `module`, each keeping its part of `shares`. `predicting`: the
+    positions that predict a target."""
+    unit, twice = module.tokens_per_row or 1, 2 if llm else 1
+    kept = [coalesce(sorted(share)) for share in shares]
+    wanted = [needed_keys(mask, runs, BLOCK_ROWS) if len(kept) > 1 else () for runs in kept]
     found = []
-    for r, runs in enumerate(shares):
+    for r, runs in enumerate(kept):
         rows, pairs = extent(runs) // unit, twice * computed_entries(mask, runs) // unit**2
         work = Work(max(rows, 1) if llm else rows, pairs, overlap(predicting, runs))
         others = sum(overlap(keys, runs) for o, keys in enumerate(wanted) if o != r)
-        found.append(RankWork(work, extent(wanted[r]) - overlap(wanted[r], runs), others))
+        cuts = rank_cuts(mask, tuple(shares), r) if any(module.token_costs) else RankCuts()
+        found.append(RankWork(work, extent(wanted[r]) - overlap(wanted[r], runs), others, cuts))
     return found
+
+
+def rank_cuts(mask: Mask, shares: tuple[Intervals, ...], rank: int) -> RankCuts:
+    """Of one of the ranks that share the tokens of a lane."""
+    pieces = plan_pieces(mask, shares, rank)
+    cuts, rows = pieces.cuts, np.diff(pieces.bounds)
+    return RankCuts(len(cuts), len(cuts.leaving), len(cuts.entering), int(rows[cuts.leaving].sum()))
 
 
 def computed_entries(mask: Mask, runs: Intervals) -> int:

@@ -18,7 +18,7 @@ def blocks(shape: ModuleShape) -> frozenset[str]:
     several = {
         layer.name: sum(w.numel for w in layer.weights)
         for layer in shape.layers
-        if layer.name and len(layer.weights) > 2
+        if layer.name and len(layer.weights) > 2 and not layer.by_chunks
     }
     return frozenset(name for name, size in several.items() if 8 * size >= max(several.values()))
 
@@ -44,6 +44,7 @@ class StageContents:
         trained: elements of all that is trained.
         experts: of experts that ranks share, which FSDP gathers apart from their block: as `held`, which lacks them.
         experts_trained: as `trained`, which lacks them.
+        own_rows: elements, of `trained`, of which each tensor-parallel rank has a part of the gradient.
     """
 
     order: tuple[tuple[LayerShape, bool, bool], ...]
@@ -52,6 +53,7 @@ class StageContents:
     trained: int
     experts: Mapping[str, int]
     experts_trained: int
+    own_rows: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -77,7 +79,7 @@ def stage_contents(
     kept = (x for x in shape.layers if names is None or (x.name in own if x.name else rest))
     held: dict[str, int] = {}
     experts: dict[str, int] = {}
-    trained = experts_trained = 0
+    trained = experts_trained = own_rows = 0
     for weight in place_weights(ModuleShape("", tuple(kept)), 1, 0):
         owner, count = owners(shape)[weight.name], tensor_parallel_elements(weight, tp)
         if weight.expert and ep > 1:
@@ -86,8 +88,9 @@ def stage_contents(
         else:
             held[owner] = held.get(owner, 0) + count
             trained += count * weight.trainable
+            own_rows += count * weight.trainable * weight.own_rows
     joined = _joined(held, [layer.name for layer in shape.layers if layer.name in found])
-    return StageContents(tuple(order), Counter(order), joined, trained, experts, experts_trained)
+    return StageContents(tuple(order), Counter(order), joined, trained, experts, experts_trained, own_rows)
 
 
 def _joined(held: dict[str, int], names: Sequence[str]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +12,13 @@ import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
 from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
-from hetmesh.cost.collective_time import all_gather, all_reduce, gradient_sum_time, link
+from hetmesh.cost.collective_time import all_gather, all_reduce, carry_time, gradient_sum_time, link
+from hetmesh.cost.head import most_targets
+from hetmesh.cost.layer_time import Rates, layer_time, recurrence_seconds
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.cost.saved_operations import saved_names
 from hetmesh.cost.step_costs import EXCHANGE
+from hetmesh.cost.work import Work
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
 from hetmesh.layout.hashing import memoized
@@ -23,6 +28,7 @@ from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
 _FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS = range(len(PARTS))
+_MANY = 1 << 20  # rows, beside which what does not grow with them is nothing
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +123,15 @@ class StageCosts:
         ranks = [rank for microbatch in each for rank in microbatch]
         work = np.array([(1, r.work.rows, r.work.pairs, r.work.targets) for r in ranks], float)
         parts = work @ self._coefficients
+        moments, targets = self._moments
+        each_kind = np.tensordot(work[:, :3], moments[:3], 1) + np.minimum(work[:, 3:, None], targets) * moments[3]
+        parts[:, _MOMENTS] = each_kind.max(-1, initial=0.0)
         if self._size("cp") > 1:
             fetch = np.array([(r.fetched, r.served) for r in ranks], float)
             ahead, back = self._exposed(work, fetch)
             parts[:, _SUMS] += ahead
             parts[:, _SUMS_BACK] += back + (ahead if self.recompute else 0.0)
-        parts[:, _MOMENTS] = np.tensordot(work, self._moments, 1).max(-1, initial=0.0)
+            parts += self._carried(ranks)
         whole = parts[:, : _SUMS_BACK + 1].sum(1)
         for m, (a, b) in enumerate(itertools.pairwise(first.tolist())):
             row = {rank: i for i, rank in enumerate(each[m])}
@@ -190,9 +199,17 @@ class StageCosts:
     @cached_property
     def _coefficients(self) -> np.ndarray:
         total = np.zeros((4, len(PARTS)))
-        for (kind, block, before), count in self.contents.counts.items():
-            total += count * self.module.layers.of(kind, self._how(block, before))
+        for layer, count in self._layers.items():
+            total += count * self.module.layers.of(*layer)
         return total
+
+    @cached_property
+    def _layers(self) -> Counter[tuple[LayerShape, LayerOptions]]:
+        """How many layers there are of each kind."""
+        found: Counter[tuple[LayerShape, LayerOptions]] = Counter()
+        for (kind, block, before), count in self.contents.counts.items():
+            found[kind, self._how(block, before)] += count
+        return found
 
     @property
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -203,12 +220,12 @@ class StageCosts:
         return parts[:, [_FORWARD, _SUMS]].sum(1), back if self.backward else np.zeros(4)
 
     @cached_property
-    def _moments(self) -> np.ndarray:
+    def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         """float64 [4, 3, kinds of layers]: coefficients of what each holds for a moment: forward, backward, and in the
-        input's part of a backward beyond what is left of that."""
-        different = dict.fromkeys((kind, self._how(block, before)) for kind, block, before in self.contents.counts)
-        each = [self.module.layers.of(kind, how)[:, _MOMENTS] for kind, how in different]
-        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0))
+        input's part of a backward beyond what is left of that; and [kinds], the most targets for which it does."""
+        each = [self.module.layers.of(*layer)[:, _MOMENTS] for layer in self._layers]
+        targets = np.array([most_targets(*layer) for layer in self._layers])
+        return np.stack(each, axis=-1) if each else np.zeros((4, len(_MOMENTS), 0)), targets
 
     def _exposed(self, work: np.ndarray, fetch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, per rank, for which attention waits for keys of other ranks, in forwards and in backwards.
@@ -223,7 +240,9 @@ class StageCosts:
         chunk = chunk_rows(mean)
         chunks = np.ceil(fetch[:, 0] / chunk)
         ahead, back = np.zeros(len(work)), np.zeros(len(work))
-        for (kind, how), count in self._attentions.items():
+        for (kind, how), count in self._layers.items():
+            if not kind.key_width or self.module.layers.measured_collectives(kind, how) is not None:
+                continue
             per_pair = self.module.layers.of(kind, how)[2]
             size = 2 * kind.keys_on(self._size("tp")) * how.itemsize
             for total, sent, seconds in (
@@ -237,13 +256,28 @@ class StageCosts:
                 total += count * np.where(chunks > 0, np.maximum(moved + last - seconds, 0.0), 0.0)
         return ahead, back
 
-    @cached_property
-    def _attentions(self) -> dict[tuple[LayerShape, LayerOptions], int]:
-        found: dict[tuple[LayerShape, LayerOptions], int] = {}
-        for (kind, block, before), count in self.contents.counts.items():
-            key = kind, self._how(block, before)
-            if kind.key_width and self.module.layers.measured_collectives(*key) is None:
-                found[key] = found.get(key, 0) + count
+    def _carried(self, ranks: Sequence[RankWork]) -> np.ndarray:
+        """What recurrences add at cuts of samples: float64 `[ranks, parts]`. Maps of the pieces before them take as
+        much of their layer's seconds as sizes say."""
+        found = np.zeros((len(ranks), len(PARTS)))
+        for (kind, how), count in self._layers.items():
+            if not kind.recurrences:
+                continue
+            per_row, split = self.module.layers.of(kind, how)[1], self._size("tp") if kind.splits_attention else 1
+            rates = Rates.of(self.machine, how.dtype, self.machine.peak(how.dtype) or TYPICAL_PEAK)
+            whole = layer_time(kind, Work(_MANY), rates, upstream=True).forward
+            measured = self.module.layers.measured_collectives(kind, how) is not None
+            for own, (i, rank) in itertools.product(kind.recurrences, enumerate(ranks)):
+                sent = carry_time(own.cut_bytes(how.itemsize, split), rank.cuts, self._group("cp"), self.machine)
+                ahead, back = (0.0, 0.0) if measured else (sent.forward, sent.backward)
+                share = recurrence_seconds(own.mapping, _MANY, rates) / whole
+                mapped = rank.cuts.rows * per_row[_FORWARD] * share
+                found[i, [_FORWARD, _SUMS]] += count * np.array([mapped, ahead])
+                if self.backward:
+                    later = np.array([2 * mapped, how.recompute * mapped, back + how.recompute * ahead])
+                    found[i, [_INPUT, _AGAIN, _SUMS_BACK]] += count * later
+                    held = rank.cuts.rows * own.map_bytes(how.itemsize) / split
+                    found[i, _MOMENTS[1:] if how.recompute else _KEPT] += held if how.recompute else count * held
         return found
 
     @cached_property
@@ -347,5 +381,8 @@ class StageCosts:
 
     @property
     def reduce(self) -> float:
-        """Seconds of the sums over lanes, and over ranks that share their tokens, once per step."""
-        return self._sums[2] + (self._by_fsdp - self._scatter if self._group("dp_shard") else self._sums[1])
+        """Seconds of the sums over lanes, and over ranks that share their tokens or compute with own rows, once per
+        step."""
+        rows = self.contents.own_rows * self.options.parameter_dtype.itemsize / max(self._size("dp_shard"), 1)
+        shared = self._sums[2] + all_reduce(rows, self._group("tp"), self.machine)
+        return shared + (self._by_fsdp - self._scatter if self._group("dp_shard") else self._sums[1])

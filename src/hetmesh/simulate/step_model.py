@@ -197,10 +197,11 @@ class StepModel:
         forward, backward = (sum(parts) for parts in zip(*self._stage_seconds(module), strict=True))
         typical, spec = self._typical(module, work), self._modules[module].spec
         ratio = _rounded(float(backward @ typical / (forward @ typical))) if forward @ typical else 0.0
+        whole = (forward + backward) / (1 + ratio)
         # Balancers divide what a lane costs by its ranks; a layer's seconds are of a rank, with all rows of its lane
         # under tensor parallelism, and a share of them under context parallelism.
         ranks = spec.mesh.axis_size("tp") * np.array([spec.mesh.axis_size("cp"), 1, 1, 1])
-        constant, row, pair, target = (round(_rounded(n)) for n in forward * ranks / UNIT_S)
+        constant, row, pair, target = (round(_rounded(n)) for n in whole * ranks / UNIT_S)
         return SampleCosts((row, pair, target), ratio, constant)
 
     def stage_shares(self, module: str, work: Work) -> tuple[tuple[float, float], ...]:

@@ -256,10 +256,15 @@ def check(
 
 
 def run_as(
-    rank: int, recipe: Recipe, steps: int, fault: Callable[[Job], None] | None = None, policy: Policy | None = None
+    rank: int,
+    recipe: Recipe,
+    steps: int,
+    fault: Callable[[Job], None] | None = None,
+    policy: Policy | None = None,
+    lr: float = 0.1,
 ) -> Outcome:
     """`run` in worker `rank` of a `WorkerPool`."""
-    return run(recipe, World.current(), steps, fault=fault, policy=policy)
+    return run(recipe, World.current(), steps, lr, fault, policy)
 
 
 def descend(

@@ -31,7 +31,6 @@ from hetmesh.runtime.runtime import ActionClock
 from hetmesh.schedule import Kind
 from hetmesh.simulate import rank_work
 from hetmesh.training.environment import choose_kernels, open_payloads, world_for
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.profile import sample_sizes
 
@@ -87,7 +86,7 @@ def _observations(job: Job, marks: _Marks, size: int) -> Iterator[Observation]:
     schedule, group = job.schedule(plan), world.group(range(world.size))
     repeated: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for repetition in range(_REPETITIONS):
-        feed = Feed(job.loader, drawn, plan, job.adapters, world.rank)
+        feed = job.feed(drawn, plan, repetition)
         with world.waiting("the next step of other ranks"):
             dist.barrier(group=group)
         marks.begin()

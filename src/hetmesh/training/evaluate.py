@@ -164,7 +164,8 @@ def _evaluate(job: Job, source: Source, limit: int | None, silent: Collection[in
     losses = {name: total / counts[name] for name, total in zip(sums, totals.tolist(), strict=True) if counts[name]}
     whole = torch.from_numpy(np.concatenate([part.given.num_targets for part in drawn]))  # also what `seq_len` cut off
     right = (results[:, 0] == whole) & (whole > 0)
-    total = sum(job.graph.losses[name].weight * loss for name, loss in losses.items()) if losses else math.nan
+    weighted = [spec.weight * losses[name] for name, spec in job.graph.losses.items() if spec.weight and name in losses]
+    total = sum(weighted) if losses else math.nan
     asked = torch.tensor([is_question(job, part.given[i]) for part in drawn for i in range(len(part))])
     return Evaluation(total, right, results[:, 1:] - 1, asked, kinds, tuple(skipped.values()), losses)
 

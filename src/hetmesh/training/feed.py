@@ -21,7 +21,7 @@ from hetmesh.graph import ModuleSpec, SampleMeta, Stage
 from hetmesh.graph.sample import LOSS_UNITS, kinds_of
 from hetmesh.models.adapter import Adapter
 from hetmesh.models.collate import target_values
-from hetmesh.models.draws import FIRST, Draws
+from hetmesh.models.draws import Draws
 from hetmesh.models.packing import lane_batch
 from hetmesh.schedule import Kind, Schedule
 
@@ -59,7 +59,7 @@ class Feed:
         plan: BatchPlan,
         adapters: Mapping[str, Adapter],
         rank: int,
-        draws: Draws = FIRST,
+        draws: Draws,
     ) -> None:
         self.loader, self.drawn, self.plan, self.adapters, self.rank = loader, drawn, plan, adapters, rank
         self.draws = draws

@@ -127,6 +127,7 @@ class Job:
                 abilities.experts,
                 dense,
                 abilities.gathered_whole,
+                adapters[name].layers()[-1:] if abilities.loss_by_chunks else (),
             )
             device = "cpu" if graph[name].options.cpu_offload and fully_shard_axes(spec) else world.device
             if world.accelerator.computes:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hetmesh.data.source import Source, abilities_of
 from hetmesh.errors import LossError, RecipeError
 from hetmesh.graph import ModuleGraph
-from hetmesh.parallel import ParallelModule
+from hetmesh.parallel import CrossEntropy, ParallelModule
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.named_loss import named_loss
 
@@ -26,16 +25,6 @@ Of another module: what its last stage returns `[rows, features]`, and the batch
 
 CustomLosses = CustomLoss | Mapping[str, CustomLoss]
 """That of the LLM, or those of some modules by name."""
-
-
-def sum_cross_entropy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Summed cross-entropy of logits `[num_targets, vocab]` against `batch["targets"]`; a connected 0 without any.
-
-    Half-precision logits are raised to fp32; fp64 stays fp64.
-    """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    return cross_entropy(logits, batch["targets"], reduction="sum")
 
 
 def sum_squared_error(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -66,10 +55,13 @@ def _rows_of(batch: Mapping[str, Tensor], which: slice | Tensor, n: int) -> dict
 
 
 def by_module(loss: CustomLosses | None, graph: ModuleGraph) -> dict[str, CustomLoss]:
-    """Custom losses by module. Raises RecipeError: of a module that has no loss."""
+    """Custom losses by module. Raises RecipeError: of a module that has no loss, or no function."""
     given = {} if loss is None else dict(loss) if isinstance(loss, Mapping) else {graph.llm.name: loss}
     if wrong := sorted(given.keys() - graph.losses.keys()):
         raise RecipeError(f"loss of {wrong[0]!r}: the modules with a loss are {', '.join(graph.losses)}")
+    for name, each in given.items():
+        if not callable(each):
+            raise RecipeError(f"loss of {name!r}: must be a function (output, batch) -> summed loss, got {each!r:.80}")
     return given
 
 
@@ -93,13 +85,6 @@ def check_values(source: Source, losses: Collection[str], llm: str) -> None:
         )
 
 
-def cross_entropy_of(llm: ParallelModule | None) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
-    """`sum_cross_entropy` of the logits that `llm` gives on this rank, maybe a share of the vocabulary; None: none."""
-    if llm is None or (vocabulary := llm.vocabulary) is None:
-        return sum_cross_entropy
-    return lambda logits, batch: vocabulary.sum_cross_entropy(logits, batch["targets"])
-
-
 def module_losses(
     graph: ModuleGraph, modules: Mapping[str, ParallelModule], custom: Mapping[str, CustomLoss]
 ) -> dict[str, CustomLoss]:
@@ -111,7 +96,8 @@ def module_losses(
         elif name in custom:
             found[name] = CheckedLoss(custom[name])
         else:
-            found[name] = cross_entropy_of(modules.get(name))
+            own = modules.get(name)
+            found[name] = CrossEntropy(None if own is None else own.vocabulary)
     return found
 
 

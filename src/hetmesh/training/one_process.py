@@ -20,6 +20,7 @@ from hetmesh.data.source import Source
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.graph import Stage, output_key
 from hetmesh.models import Adapter, pretrained_of
+from hetmesh.models.draws import EVALUATION, Draws
 from hetmesh.models.named.causal_lm import Cache, CausalLMAdapter, keeps_keys, next_logits
 from hetmesh.models.weights.lora import base_name, is_adapter
 from hetmesh.recipe import sections as sections
@@ -101,7 +102,8 @@ class OneProcess:
     def feed(self, loader: Loader, batch: DrawnBatch) -> Feed:
         """What the modules read of the samples in `batch`, which `loader` drew, as one microbatch."""
         plan = plan_batch(self.resolved.graph, batch.metas, len(batch), BalanceOptions(policy="none"))
-        return Feed(loader, batch, plan, self.resolved.adapters, 0)
+        draws = Draws(self.resolved.recipe.debug.seed, EVALUATION)
+        return Feed(loader, batch, plan, self.resolved.adapters, 0, draws)
 
     def run(self, name: str, feed: Feed, rows: dict[str, Tensor]) -> None:
         """Put what module `name` computes of `feed` and of `rows`, the outputs of earlier modules, into `rows`."""

@@ -36,12 +36,12 @@ from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.draws import FIRST
 from hetmesh.models.module_shape import HEAD, module_shape
 from hetmesh.parallel.compute_copies import cast_parameters, casts_to
+from hetmesh.parallel.linear_cross_entropy import sum_cross_entropy
 from hetmesh.parallel.tensor_parallel import apply_tensor_parallel
 from hetmesh.resolve.modules import loaded_module
 from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.training.environment import choose_attention
 from hetmesh.training.feed import of_loss
-from hetmesh.training.loss import sum_cross_entropy
 
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 100

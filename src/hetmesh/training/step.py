@@ -78,8 +78,8 @@ class LossWeights:
         return {name: total / count for name, total in sums.items() if (count := self.counts[name])}
 
     def total(self, losses: Mapping[str, float]) -> float:
-        """The weighted sum."""
-        return sum(self.specs[name].weight * loss for name, loss in losses.items())
+        """The weighted sum; what is only measured need not be finite."""
+        return sum(weight * loss for name, loss in losses.items() if (weight := self.specs[name].weight))
 
 
 class TrainingStep:

@@ -17,6 +17,7 @@ from hetmesh.graph import Activation, BoundarySpec, MediaItem, MetaArrays, Modul
 from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.planner import LayoutPlan, ModuleFacts, Predictor, Problem
+from hetmesh.resolve.splits import TYPICAL
 from hetmesh.simulate import RankMemory, Timeline, simulate
 from hetmesh.simulate.timeline import OPTIMIZER, REDUCE
 
@@ -89,7 +90,7 @@ def row_problem(row: Row, machine: str = "h100", ranks: int | None = None, optio
             sequence_parallel=True,
         ),
     }
-    costs = {name: SampleCosts.of(shape, upstream=name != "vision") for name, shape in shapes.items()}
+    costs = {name: SampleCosts.of(shape, TYPICAL, upstream=name != "vision") for name, shape in shapes.items()}
     return Problem(
         graph,
         facts,

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from hetmesh.models.weights.model_forms import class_forms
 from hetmesh.models.weights.pretrained import Pretrained, prefixes
 from hetmesh.models.weights.stored_form import StoredForm, in_parts
 from hetmesh.parallel.key_heads import KEY_HEADS, KeyHeads
+from hetmesh.parallel.linear_cross_entropy import logits_or_loss
 from hetmesh.parallel.stage_views import PREVIOUS, is_absent
 from hetmesh.parallel.tokens import tokens_of
 
@@ -90,6 +92,7 @@ class CausalLMAdapter(AdapterDefaults):
             attention_dropout=self.config.attention_dropout or 0.0,
             stored_forms=self.stored_forms,
             head="lm_head",
+            loss_by_chunks=True,
         )
 
     def stored_forms(self, pretrained: Pretrained) -> Mapping[str, StoredForm]:
@@ -179,8 +182,11 @@ class CausalLMAdapter(AdapterDefaults):
             for output, (at, layer) in self.hidden.items()
             if layer in found
         }
-        rows = self.logits(model, tokens.select(hidden, batch, "target_positions")) if last else hidden
-        return {"": rows, **read} if read else rows
+        rows = {"": hidden}
+        if last:
+            of_targets, make = tokens.select(hidden, batch, "target_positions"), partial(self.logits, model)
+            rows = logits_or_loss(self.head_of(model), make, of_targets, batch, plain=self.plain_head)
+        return rows[""] if "" in rows and not read else {**rows, **read}
 
     def decoder_of(self, model: Any) -> Any:
         return model.model
@@ -191,9 +197,14 @@ class CausalLMAdapter(AdapterDefaults):
     def embed(self, model: Any, ids: Tensor) -> Tensor:
         return model.model.embed_tokens(ids)
 
+    @property
+    def plain_head(self) -> bool:
+        """Whether `logits` only calls the head."""
+        return type(self).logits is CausalLMAdapter.logits
+
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """The logits `[n, vocab]` of what the decoder returns, `[n, features]`."""
-        return model.lm_head(hidden)
+        return self.head_of(model)(hidden)
 
     def embedded(self, model: Any, ids: Tensor, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
         """The flat embedded tokens that this rank keeps, with rows in place of their placeholders."""

@@ -138,7 +138,10 @@ def check_encoder(request: AdapterRequest, model: str) -> str:
             f"{request.key}: {model} reads media and emits rows, so it needs a boundary out of it and none into it"
         )
     if request.media is None:
-        raise RecipeError(f"{request.key}.media: which kind of media does it read? Give e.g. media = 'image'")
+        raise RecipeError(
+            f"{request.key}: {model} reads media, and {request.name!r} is in the place of the LLM, as hidden states "
+            "leave it by an `at`: does the boundary out of the LLM lack its `at`?"
+        )
     return request.media
 
 

@@ -26,36 +26,41 @@ def whole_head(model: Any, inner: str, hidden: Tensor, **others: nn.Module) -> T
     return shell.forward(input_ids=ids).logits[0]
 
 
-def keeps_logits_apart(model: Any, inner: str, head: str, vocab_size: int, features: int) -> bool:
-    """Whether what `model` does after its head gives for a part of the vocabulary what it gives there for all of it:
-    scaling and soft-capping do, a bias or what leaves tokens out does not. Found out by trying, with logits of the full
-    vocabulary and of two parts of it; a model that cannot be tried is taken to mix them. `model`: without weights; only
-    what follows the head is computed."""
+def tried_head(model: Any, inner: str, head: str, vocab_size: int, features: int) -> tuple[bool, bool]:
+    """Whether `model` hands hidden states to its head as they are, and returns logits as this makes them, or in fp32;
+    and whether what it does after its head gives for a part of the vocabulary what it gives there for all of it:
+    scaling and soft-capping do, a bias or what leaves tokens out does not.
+
+    Found out by trying, with logits of the full vocabulary and of two parts of it; a model that cannot be tried is
+    taken to do neither. `model`: without weights; only what follows the head is computed.
+    """
     if "." in head or head not in getattr(model, "_modules", {}):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    logits = _LARGE * torch.randn(_ROWS, vocab_size, generator=generator)
-    hidden, middle = torch.zeros(_ROWS, features), vocab_size // 3
-
-    def after(part: Tensor) -> Tensor:
-        return whole_head(model, inner, hidden, **{head: _Given(part[None])})
-
+        return False, False
+    logits, hidden = (
+        _LARGE * torch.randn(_ROWS, width, generator=torch.Generator().manual_seed(0))
+        for width in (vocab_size, features)
+    )
+    middle = vocab_size // 3
+    given = [_Given(some[None]) for some in (logits, logits[:, :middle], logits[:, middle:])]
     try:
         with torch.no_grad():
-            whole, parts = after(logits), [after(logits[:, :middle]), after(logits[:, middle:])]
+            whole, *parts = (whole_head(model, inner, hidden, **{head: part}) for part in given)
     except Exception:  # whatever a model computes there
-        return False
-    return whole.shape == logits.shape and torch.equal(torch.cat(parts, -1), whole)
+        return False, False
+    complete = whole.shape == logits.shape
+    plain = complete and torch.equal(given[0].read, hidden[None]) and bool((whole == logits).all())
+    return plain, complete and torch.equal(torch.cat(parts, -1), whole)
 
 
 class _Given(nn.Module):
-    """Stands for a child: its output is known."""
+    """Stands for a child: its output is known. `read`: its first argument."""
 
     def __init__(self, output: Any) -> None:
         super().__init__()
-        self.output = output
+        self.output, self.read = output, torch.empty(0)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
+    def forward(self, *given: Any, **_: Any) -> Any:
+        self.read = given[0] if given else self.read
         return self.output
 
 

@@ -23,7 +23,7 @@ from hetmesh.models.config_keys import check_keys
 from hetmesh.models.named.causal_lm import CausalLMAdapter
 from hetmesh.models.named.deepstack import DEEPSTACK, deepstack_arguments, layer_index
 from hetmesh.models.named.qwen3_moe import COEFFICIENT, HALVES, balance_of, fused_layers, two_halves
-from hetmesh.models.split.after_head import keeps_logits_apart, whole_head
+from hetmesh.models.split.after_head import tried_head, whole_head
 from hetmesh.models.split.mixer_probe import padded_mixers
 from hetmesh.models.split.processor import processor_at
 from hetmesh.models.split.rope_index import check_around, has_plain_positions, rope_positions
@@ -93,6 +93,7 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
             stored_forms=self.stored_forms,
             experts=None if "experts" in reasons else self._experts,
             head=self._head,
+            loss_by_chunks=True,
             reasons=reasons,
         )
 
@@ -335,6 +336,15 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
         known = "per_layer_inputs" in self._forward_names
         return known and bool(getattr(self.config, "hidden_size_per_layer_input", 0))
 
+    @cached_property
+    def _tried_head(self) -> tuple[bool, bool]:
+        sizes = self.config.vocab_size, self.config.hidden_size
+        return tried_head(self._empty, self._inner, self.whole.head, *sizes)
+
+    @property
+    def plain_head(self) -> bool:
+        return self._tried_head[0]
+
     def logits(self, model: Any, hidden: Tensor) -> Tensor:
         """Through the forward of the whole, whose inner model gives `hidden`: what follows its head is the model's."""
         return whole_head(model, self._inner, hidden)
@@ -346,10 +356,8 @@ class HfLlmAdapter(PartAdapter, CausalLMAdapter):  # type: ignore[misc, override
     @cached_property
     def _head(self) -> str:
         """Its head, where tensor-parallel ranks may have shares of its logits."""
-        sizes = self.config.vocab_size, self.config.hidden_size
-        if self.whole.head not in self._text_plan.plan:  # which tensor parallelism does not split
-            return ""
-        return self.whole.head if keeps_logits_apart(self._empty, self._inner, self.whole.head, *sizes) else ""
+        split = self.whole.head in self._text_plan.plan  # by tensor parallelism
+        return self.whole.head if split and self._tried_head[1] else ""
 
 
 def use_loop_in_fp64(module: nn.Module) -> None:

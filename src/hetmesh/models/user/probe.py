@@ -27,7 +27,7 @@ from hetmesh._torch_compat import TorchDispatchMode, has_gradient_hooks
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.attention.packed_rows import PackedRows
 from hetmesh.context import causal, join
-from hetmesh.errors import RecipeError
+from hetmesh.errors import BoundaryError, RecipeError
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import AdapterRequest
 from hetmesh.models.packing import pack_tokens
@@ -259,6 +259,8 @@ def check_samples(adapter: UserAdapter, example: nn.Module, request: AdapterRequ
                 with SameDraws():
                     _compare_samples(adapter, modules, *calls, mode, where)
             except NotProbed as reason:
+                if isinstance(reason.__cause__, BoundaryError):  # of another shape than it must, whatever the input
+                    raise RecipeError(f"{where}: {reason.__cause__}") from reason
                 notes.append(f"in {mode} {reason}")
     return notes[0] if notes else None
 

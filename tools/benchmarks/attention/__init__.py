@@ -6,8 +6,9 @@ largest; `predicted_ratio`: with what two busy cores slow each other down, measu
 attention, `benchmarks.busy`). `measured_ratio` compares the time that the slower rank took, the best of alternating
 rounds, waits included, so it means something on a quiet machine only; `cpu_ratio` the CPU seconds of the busiest rank's
 thread. The slowdown, too, is that of the best rounds.
-Then 2, 4 and 8 ranks with as many tokens each: the peak of live bytes that attention allocates (`memory_growth`: 8
-ranks over 2, the worse of two masks), which no machine changes.
+`hybrid` is of layers with a recurrence beside attention: how many times as long one rank takes as two, measured and
+predicted (`hybrid.py`). Then 2, 4 and 8 ranks with as many tokens each: the peak of live bytes that attention allocates
+(`memory_growth`: 8 ranks over 2, the worse of two masks), which no machine changes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention.hybrid import speedup
 from benchmarks.busy import BusyMeter, attention, busy_slowdown, seconds_together
 from hetmesh.attention.context_attention import ContextAttention
 from hetmesh.boundary import World
@@ -29,7 +31,7 @@ from hetmesh.runtime import LiveBytes
 from hetmesh.testing.pool import WorkerPool
 from support.mask_families import families, loads
 
-JUDGES = ("src/hetmesh/attention", "src/hetmesh/context")
+JUDGES = ("src/hetmesh/attention", "src/hetmesh/context", "src/hetmesh/cost", "src/hetmesh/simulate")
 """What an output of it judges (`kept.py`)."""
 
 POLICIES = ("contiguous", "balanced")
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-tokens", type=int, default=4096, help="per rank where memory is counted")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each assignment (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="query heads of 64 features, two to a key head")
+    parser.add_argument("--hybrid-tokens", type=int, default=8192, help="of the row of a hybrid decoder")
     parser.add_argument("--mask", default="image_bits", help="of the timed sequence, a name of context.families")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of texts and images")
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         {policy: min(max(rank[i] for rank in ranks) for ranks in times[policy][1:]) for policy in POLICIES}
         for i in (0, 1)
     )
-    memory = {name: _memory(name, args) for name in MASKS}
+    memory, hybrid = {name: _memory(name, args) for name in MASKS}, speedup(args.hybrid_tokens, args.rounds)
     best = ([[min(each)] for each in zip(*rank, strict=True)] for rank in zip(*rounds, strict=True))
     slowdown = busy_slowdown((alone, together) for alone, together in best)
     predicted = {policy: seconds_together(found[policy].tiles, slowdown) for policy in POLICIES}
@@ -74,6 +77,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "busy_slowdown": round(slowdown[-1], 4),
         "cpu_ratio": round(cpu["contiguous"] / cpu["balanced"], 4),
         "memory_growth": round(max(peaks[str(RANKS[-1])] / peaks[str(RANKS[0])] for peaks in memory.values()), 4),
+        "hybrid_speedup": round(hybrid["speedup"], 4),
+        "hybrid_predicted": round(hybrid["predicted"], 4),
+        "hybrid": hybrid,
         "policies": {
             policy: {
                 "seconds": round(wall[policy], 4),
@@ -153,5 +159,11 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"{policy:<12} {m['seconds']:>8.3f} {cpu:>20} {tiles:>18} {received:>14}")
     for name, peaks in result["peak_bytes"].items():
         lines.append(f"peak MB, {name}: " + ", ".join(f"{n} ranks {size / 1e6:.2f}" for n, size in peaks.items()))
+    hybrid = result["hybrid"]
+    seconds = "; ".join(
+        f"{what}: one rank {one:.3f} s, two {two:.3f} s"
+        for what, (one, two) in (("measured", hybrid["seconds"]), ("predicted", hybrid["predicted_seconds"]))
+    )
+    lines.append(f"hybrid decoder, {hybrid['cuts']} cuts of {hybrid['cut_bytes']:,} bytes per layer; {seconds}")
     lines += [f"{key:<16} {value:.4f}" for key, value in result.items() if isinstance(value, float)]
     return "\n".join(lines)
