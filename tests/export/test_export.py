@@ -345,6 +345,7 @@ def test_a_run_exports_its_last_checkpoint_if_the_recipe_says_so(tmp_path, monke
         check_run(alone)
 
 
+@pytest.mark.exhaustive  # takes three runs
 @pytest.mark.slow
 def test_an_export_of_another_checkpoint_is_put_aside_and_not_taken_for_this_one(tmp_path, capsys, monkeypatch):
     """A run that is finished, taken back a step and trained on otherwise has other weights under the same names."""

@@ -142,7 +142,7 @@ class Beside(Own):
 
 @pytest.mark.parametrize(
     ("model", "why"),
-    [(Orthogonal, "qr"), (Measured, "norm"), (Swallowed, "abs"), (Beside, "neither parameter nor buffer")],
+    [(Orthogonal, "qr"), (Measured, "norm"), (Swallowed, "mean"), (Beside, "neither parameter nor buffer")],
 )
 def test_modules_whose_constructors_compute_with_weights_are_built_eagerly(model, why):
     deferred = build_deferred(Given(model), "m", 0)

@@ -202,6 +202,7 @@ weights = { captions = 1, text = 8 }
 """
 
 
+@pytest.mark.exhaustive  # three plans; the certificate itself is above
 @pytest.mark.slow
 def test_e2_the_certificate_holds_per_phase_and_a_plan_says_where_to_plan_anew(tmp_path, capsys):
     """Captions, then mostly text: the run drifts, no phase does, and another layout pays at the first boundary."""

@@ -130,6 +130,7 @@ def test_the_plain_loop_finds_injected_faults(pool, fuzz):
             compare(truth, pool(4).run(with_fault, recipe, fault), 1e-10)
 
 
+@pytest.mark.exhaustive  # test_parity_compare.py has the comparison
 @pytest.mark.slow
 def test_a_wrong_gradient_anywhere_fails_a_drawn_recipe_and_is_made_small(pool, fuzz, monkeypatch):
     """The oracle of the tool, as a whole: a wrong truth is noticed, and the smallest recipe that shows it printed."""

@@ -269,7 +269,7 @@ REFUSED = {
     "the head as a layer": (('at = "pose"', 'at = "pose"\nlayer = "lm_head"'), r"boundaries\[2\]\.layer = 'lm_head'"),
     "a generator whose rows nobody keeps": (
         ("[data]\n", '[[boundaries]]\nfrom = "drawer"\nto = "pose"\n[data]\n'),
-        r"modules\.drawer: flow makes media items of an LLM's hidden states, so it needs .* none out of it",
+        r"modules\.drawer\.loss: 'drawer' hands its rows on to 'pose'",
     ),
 }
 

@@ -92,7 +92,7 @@ OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("qwen3_5_moe", "ep 2, tp 2, sp")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), OFTEN)
 def test_layers_that_remember_equal_transformers_own(pool4, tmp_path, monkeypatch, name, layout):
-    check(pool4, recipe(name, tmp_path, monkeypatch, LAYOUTS[layout], longest=40))
+    check(pool4, recipe(name, tmp_path, monkeypatch, (LAYOUTS | EXPERTS)[layout], longest=40))
 
 
 @pytest.mark.exhaustive

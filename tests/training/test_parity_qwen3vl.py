@@ -22,6 +22,7 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.parity import ParityError, compare, reference, run
 from hetmesh.testing.precision import exact_dtypes
 from support import faults
+from support.often import some
 from support.parity_cases import table
 
 RECIPE = """
@@ -167,17 +168,11 @@ def test_every_case_has_several_images_in_a_lane_and_none(case):
 
 
 # What of it each says another case says too, together with more.
-WITHIN_OTHERS = (
-    *("disjoint", "colocated, context parallel", "pipeline, context parallel", "encoder context parallel"),
-    *("encoder sharded and context parallel", "zero bubble", "frozen encoder", "sharded"),
-    *("both context parallel", "overlapping", "context parallel"),
-)
+OFTEN = ("sequence and context parallel", "hybrid experts")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param(each, marks=pytest.mark.exhaustive) if each in WITHIN_OTHERS else each for each in CASES]
-)
+@pytest.mark.parametrize("case", some(OFTEN, CASES))
 def test_qwen3vl_in_any_layout_equals_one_process(pool4, case):
     """U10."""
     compare(reference(CASES[case], steps=2), pool4.run(on_this_rank, CASES[case], timeout=120), 1e-10)

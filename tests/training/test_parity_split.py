@@ -57,6 +57,7 @@ def test_u24_a_split_model_equals_transformers_own(pool4, tmp_path, name, layout
     check(pool4, tmp_path, name, layout)
 
 
+@pytest.mark.exhaustive  # test_two_directories.py has FSDP of towers
 @pytest.mark.slow
 def test_u23_a_tower_with_position_embeddings_under_fsdp_equals_transformers_own(pool4, tmp_path):
     check(pool4, tmp_path, "internvl", FSDP)
