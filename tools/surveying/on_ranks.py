@@ -84,7 +84,7 @@ def _rank(rank: int, size: int, recipe: Any, steps: int, lr: float, store: Path,
             dist.init_process_group(
                 "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=WAIT
             )
-        answer = (True, run(recipe, World.current(), steps, lr))
+        answer = (True, run(recipe, World.current(), steps, lr=lr))
     except BaseException as error:
         if os.environ.get("SHOW_TRACEBACK"):
             traceback.print_exception(error)

@@ -71,7 +71,7 @@ class CrossEntropy:
             if observe is not None:
                 index = batch.get("target_index", torch.arange(len(targets)))
                 observe(logits.detach(), {**batch, "targets": targets[span], "target_index": index[span]})
-            back = rows.place_of_gradient() if rows.inputs else None
+            back = None if not rows.inputs else logits if rows.in_place else torch.empty_like(logits)
             losses.append(cross_entropy_with_gradient(logits, targets[span], self.vocabulary, back))
             if back is not None:
                 rows.backward(back)
@@ -84,19 +84,13 @@ class CrossEntropy:
         return value
 
 
-@dataclass(frozen=True)
-class _Asked:
-    loss: CrossEntropy
-    observe: Observe | None
-
-
-_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+_asked: ContextVar[tuple[CrossEntropy, Observe | None] | None] = ContextVar("asked", default=None)
 
 
 @contextmanager
 def asking_for_loss(loss: object, observe: Observe | None) -> Iterator[None]:
     """In the body an LLM's forward gives, if it can, its `loss` in place of logits where that is a `CrossEntropy`."""
-    before = _asked.set(_Asked(loss, observe) if isinstance(loss, CrossEntropy) else None)
+    before = _asked.set((loss, observe) if isinstance(loss, CrossEntropy) else None)
     try:
         yield
     finally:
@@ -123,12 +117,15 @@ def logits_or_loss(
         rows = _Linear(hidden, head)
     else:
         rows = _Linear(hidden, head) if plain and type(head) is nn.Linear else _Traced(hidden, logits)
-    return {LOSS: asked.loss.by_chunks(rows, batch, asked.observe)}
+    loss, observe = asked
+    return {LOSS: loss.by_chunks(rows, batch, observe)}
 
 
 class _Linear:
     """Logits that are a product with the weight of a linear layer, maybe a share of it. They are made in one buffer,
     in which their gradient replaces them."""
+
+    in_place = True
 
     def __init__(self, hidden: Tensor, head: nn.Linear) -> None:
         bias = () if head.bias is None else (local(head.bias),)
@@ -148,14 +145,10 @@ class _Linear:
         self.span, self.rows = span, self.hidden[span]
         if not len(self.buffer):
             self.buffer = self.rows.new_empty(len(self.rows), self.width)
-        self.made = torch.mm(self.rows, self.weight.t(), out=self.buffer[: len(self.rows)])
+        made = torch.mm(self.rows, self.weight.t(), out=self.buffer[: len(self.rows)])
         for bias in self.bias:
-            self.made += bias
-        return self.made
-
-    def place_of_gradient(self) -> Tensor:
-        """For the gradient of these logits."""
-        return self.made
+            made += bias
+        return made
 
     def backward(self, back: Tensor) -> None:
         """Add the gradients of the loss of these targets. `back`: of their logits."""
@@ -177,6 +170,8 @@ class _Linear:
 class _Traced:
     """Logits that are whatever is computed of hidden states and parameters; gradients by autograd."""
 
+    in_place = False
+
     def __init__(self, hidden: Tensor, make: Logits) -> None:
         self.hidden, self.make = hidden, make
         empty = make(hidden.detach()[:0])  # tells which parameters are used
@@ -192,10 +187,6 @@ class _Traced:
         self.span, self.leaf = span, self.hidden.detach()[span].requires_grad_(self.of_hidden > 0)
         self.made = self.make(self.leaf)
         return self.made
-
-    def place_of_gradient(self) -> Tensor:
-        """For the gradient of these logits."""
-        return torch.empty_like(self.made)
 
     def backward(self, back: Tensor) -> None:
         """Add the gradients of the loss of these targets. `back`: of their logits."""

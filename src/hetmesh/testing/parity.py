@@ -188,9 +188,9 @@ def run(
     recipe: Recipe,
     world: World,
     steps: int = 3,
-    lr: float = 0.1,
     fault: Callable[[Job], None] | None = None,
     policy: Policy | None = None,
+    lr: float = 0.1,
 ) -> Outcome:
     """Run `recipe` on its layout; every rank of `world` calls it, also ranks that the recipe does not use.
 
@@ -255,16 +255,9 @@ def check(
     return compare(reference(recipe, steps, microbatches=microbatches), ranks, TOLERANCE[recipe.training.dtype])
 
 
-def run_as(
-    rank: int,
-    recipe: Recipe,
-    steps: int,
-    fault: Callable[[Job], None] | None = None,
-    policy: Policy | None = None,
-    lr: float = 0.1,
-) -> Outcome:
-    """`run` in worker `rank` of a `WorkerPool`."""
-    return run(recipe, World.current(), steps, lr, fault, policy)
+def run_as(rank: int, recipe: Recipe, *how: Any) -> Outcome:
+    """`run` in worker `rank` of a `WorkerPool`. `how`: what it takes after `world`."""
+    return run(recipe, World.current(), *how)
 
 
 def descend(
