@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hetmesh.graph.topology import BoundarySpec
 from hetmesh.models import build_module, make_adapters
-from hetmesh.testing.precision import exact_dtypes
+from hetmesh.testing.precision import exact_dtypes, kept_casts
 
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -106,3 +106,11 @@ def test_a_fused_optimizer_counts_its_steps_in_fp32_as_in_checkpoints():
         model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
         optimizer.step()
     assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+
+
+def test_what_prepares_samples_keeps_its_casts():
+    pixels = torch.ones(2, dtype=torch.uint8)
+    with exact_dtypes(nn.Linear(1, 1, dtype=torch.float64), every_cast=True):
+        with kept_casts():
+            assert {pixels.float().dtype, pixels.to(torch.float32).dtype} == {torch.float32}
+        assert {pixels.float().dtype, pixels.to(torch.float32).dtype} == {torch.float64}
