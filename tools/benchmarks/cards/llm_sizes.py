@@ -181,16 +181,18 @@ def llm_sizes(model: str, total: float, active: float, experts_over: int) -> tup
     """
     if known := NAMED.get(_key(model)):
         return known, ""
-    if active > 0.9 * total:
-        like = decoder(total)
-        heads, keys = like.heads // 128, like.keys // 128
-        sizes = LlmSizes(like.like, like.layers, like.width, heads, keys, 128, like.inner, like.vocabulary)
-    else:
-        sizes = _sparse(total, active, experts_over)
+    sizes = _dense(total) if active > 0.9 * total else _sparse(total, active, experts_over)
     all_of_it, used = sizes.counts
     mixture = f", {sizes.experts} experts of which {sizes.chosen} are chosen" if sizes.experts else ""
     shape = f"{sizes.layers} layers of {sizes.width}{mixture}"
     return sizes, f"unknown model, shaped like {sizes.source}: {shape}, {all_of_it:.3g}B parameters, {used:.3g}B active"
+
+
+def _dense(total: float) -> LlmSizes:
+    """The usual decoder that is nearest by size (`bench.py planner`'s), with more or fewer layers."""
+    like = decoder(total)
+    heads, keys = like.heads // 128, like.keys // 128
+    return _as_large(LlmSizes(like.like, 1, like.width, heads, keys, 128, like.inner, like.vocabulary), total)
 
 
 def _sparse(total: float, active: float, experts_over: int) -> LlmSizes:
@@ -198,13 +200,21 @@ def _sparse(total: float, active: float, experts_over: int) -> LlmSizes:
     the total."""
     named = {name: sizes for name, sizes in NAMED.items() if sizes.experts}
     like = min(named, key=lambda name: abs(math.log(named[name].counts[1] / active)))
-    sizes = replace(named[like], source=like)
-    sizes = replace(sizes, layers=max(round(sizes.layers * active / sizes.counts[1]), sizes.dense_layers + 1))
+    sizes = _as_large(replace(named[like], source=like), active)
     multiple = math.lcm(EXPERT_MULTIPLE, experts_over)
     least = replace(sizes, experts=multiple * -(-sizes.chosen // multiple))
     each = 3 * sizes.width * sizes.expert_inner * (sizes.layers - sizes.dense_layers) / 1e9
     more = max(round((total - least.counts[0]) / each / multiple), 0) * multiple
     return replace(least, experts=least.experts + more)
+
+
+def _as_large(sizes: LlmSizes, active: float) -> LlmSizes:
+    """`sizes` with as many layers as make `active` billions of parameters that a token goes through; embedding and head
+    are a third of these at most."""
+    vocabulary = min(sizes.vocabulary, max(round(active * 1e9 / 6 / sizes.width), 1))
+    least, more = (replace(sizes, vocabulary=vocabulary, layers=sizes.dense_layers + n) for n in (1, 2))
+    block = more.counts[1] - least.counts[1]
+    return replace(least, layers=least.layers + max(round((active - least.counts[1]) / block), 0))
 
 
 def frozen(shape: ModuleShape) -> ModuleShape:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from hetmesh.cost import ITEMSIZES, MACHINES
+from hetmesh.cost import MACHINES
+from hetmesh.cost.layer_options import ITEMSIZES
 from hetmesh.errors import HetmeshError
 
 CARDS = Path(__file__).parent / "cards.csv"
