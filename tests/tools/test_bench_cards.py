@@ -168,7 +168,8 @@ def test_the_kept_table_is_read_as_its_page_says(bench):
     assert NAMED["deepseekv3"].counts == pytest.approx((671, 37.5), rel=0.01)
     assert known["bagel-7b-mot.pretrain_fsdp.H100"].tokens == 34089
     assert known["automodel.Llama-3-70B.lora.H100.8"].recompute == "full"
-    assert known["automodel.gpt-oss-20b.pretrain.H100.8"].recompute == "unknown"
+    assert known["automodel.gpt-oss-20b.pretrain.H100.8"].recompute == "none"
+    assert known["automodel.gpt-oss-120b.pretrain.H100.64"].recompute == "none"
     assert known["gpt-oss-120b.sft.H100"].recompute == "none"
     repeats = [known[f"gpt-oss-20b.{item}.H100"] for item in ("pretrain", "checkpoint_resume")]
     assert repeats[0].inputs == repeats[1].inputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ _PART_OF = {
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "": "bfloat16"}
 _SHARDING = {
     **dict.fromkeys(("zero1", "zero2", ""), "never"),
-    **dict.fromkeys(("fsdp", "fsdp2", "zero3", "megatron_fsdp"), "default"),
+    **dict.fromkeys(("fsdp", "fsdp2", "hsdp", "zero3", "megatron_fsdp"), "default"),
     **dict.fromkeys(("ddp", "none", "no"), "replicas"),
 }
 """What FSDP gathers: once per step, in every microbatch, or nothing. Where nothing is said, Megatron-Bridge's default,
@@ -62,6 +63,7 @@ class PublishedRun:
     Attributes:
         where: line and id, for messages.
         total, active: billions of parameters.
+        ep, etp: 0 where nothing is said.
         tokens: of a sequence.
         dtype: as torch calls it.
         gathers: a value of `_SHARDING`.
@@ -86,6 +88,7 @@ class PublishedRun:
     vpp: int
     cp: int
     ep: int
+    etp: int
     dp: int
     gathers: str
     micro_batch: int
@@ -100,7 +103,7 @@ class PublishedRun:
     @property
     def inputs(self) -> tuple:
         """All that it is predicted from: equal for repeats of one run."""
-        layout = self.tp, self.pp, self.vpp, self.cp, self.ep, self.dp, self.gathers
+        layout = self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp, self.dp, self.gathers
         size = self.total, self.active, self.micro_batch, self.global_batch, self.tokens
         return self.model, self.kind, self.machine, self.dtype, *layout, *size, self.recompute, self.trained
 
@@ -198,11 +201,12 @@ class _Cells:
             kind,
             total,
             active,
-            self._one_of("gpu", {name: name for name in MACHINES if name != "cpu"}),
+            self._machine(),
             gpus,
             self._dtype(),
             **degrees,
             ep=whole["ep"] or 0,
+            etp=whole["etp"] or 0,
             dp=dp,
             gathers=self._one_of("fsdp", _SHARDING),
             micro_batch=micro,
@@ -214,6 +218,14 @@ class _Cells:
             peak_bytes=None if gib is None else gib * 2**30,
             read_as=tuple(said),
         )
+
+    def _machine(self) -> str:
+        """`H100`, `NVIDIA H100` or `H100-80GB`."""
+        words = re.split(r"[^a-z0-9]+", self.cells["gpu"].lower().removeprefix("nvidia").strip())
+        if words[0] not in MACHINES or words[0] == "cpu":
+            known = ", ".join(name.upper() for name in MACHINES if name != "cpu")
+            self._cannot("gpu", f"{self.cells['gpu']!r}: known are {known}")
+        return words[0]
 
     def _dtype(self) -> str:
         text = self.cells["dtype"].lower()
@@ -232,11 +244,12 @@ class _Cells:
             "": "unknown",
         }
         if text in known:
-            quoted = "activation checkpointing on" in self.cells["what_is_not_said"].lower()
-            if known[text] != "unknown" or not quoted:
+            quoted = re.search(r"recompute in the table \(.*?: ([^)]*)\)", self.cells["what_is_not_said"].lower())
+            modes: dict[str, Recompute] = {"activation checkpointing on": "full", "not set": "none", "off": "none"}
+            if known[text] != "unknown" or quoted is None or quoted[1] not in modes:
                 return known[text]
-            said.append("recompute: all, as the configuration quoted in what_is_not_said has it")
-            return "full"
+            said.append(f"recompute: {quoted[1]}, as the configuration quoted in what_is_not_said has it")
+            return modes[quoted[1]]
         if text != "selective":
             self._cannot("recompute", f"{self.cells['recompute']!r}: known are none, selective, full, unknown")
         if "recompute modules" in notes or "recompute" not in notes:
@@ -246,7 +259,7 @@ class _Cells:
 
     def _trained(self, kind: Kind) -> frozenset[str]:
         names = {name.strip().lower() for name in (self.cells["trained"] or "all").split("+")}
-        if names == {"all"}:
+        if names <= {"all", "full"}:
             return frozenset(PARTS[kind])
         known = {*_PART_OF, "lora"}
         if unknown := sorted(names - known):

@@ -4,8 +4,10 @@ Constants are those of the machine's file and of `bench.py planner`, and a few m
 The layout is the nearest that `hetmesh` has:
 
 - `dp` is FSDP that gathers once per step (`zero1`, Megatron's distributed optimizer) or in every microbatch (`fsdp2`);
-- experts lie on as many ranks of `dp` as `ep` and `dp` have in common, and are split by tensor parallelism besides,
-  where Megatron spreads whole ones over ranks of all other degrees; the rest of `ep`, along `cp`, has copies;
+- whole experts lie on `ep` consecutive ranks of a stage, whatever these are to the other layers, and each rank routes
+  its share of the tokens (`etp` 1, as Megatron-Core folds it), or tensor-parallel ranks have shares of each expert
+  (`etp` = `tp`): so for seconds and activations. What ranks hold is that of experts over those of `ep` ranks that are
+  along `dp`, with shares by tensor parallelism besides, and copies along `cp`;
 - stages are cut by work, run 1F1B, and take turns where `vpp` says so.
 """
 
@@ -16,22 +18,27 @@ import math
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from benchmarks.cards.llm_sizes import LlmSizes, frozen, llm_sizes, with_adapters
 from benchmarks.cards.published_runs import PARTS, PublishedRun
 from benchmarks.planner.architectures import ENCODERS, Encoder
 from benchmarks.planner.row_predictions import IMAGE, OPTIONS, fullest
-from hetmesh.cost import LayerShape, Machine, ModuleShape, WeightShape, load_machine
+from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, WeightShape, load_machine
+from hetmesh.errors import HetmeshError
 from hetmesh.graph import Activation, BoundarySpec, MediaItem, MetaArrays, ModuleGraph, ModuleSpec, SampleMeta
 from hetmesh.layout import MeshSpec
 from hetmesh.planner import LayoutPlan, ModuleFacts, ModulePlan, Predictor, Problem
-from hetmesh.simulate import RankMemory
+from hetmesh.simulate import LayerCosts, RankMemory
 
 IMAGE_SHARE = 0.5
 """Of the tokens of a VLM's sequence, how many are of images: tables do not say. Half, as nothing favours a side."""
 ENCODER = ENCODERS[0]
 """A VLM's: SigLIP-so400m, which most open ones of these years have, or one of its size."""
+FEWEST_EXPERTS = 4
+"""A generator whose parameters are fewer times as many as a token goes through is a mixture of transformers, with sets of
+all weights of the LLM; with more it is one of experts."""
 UTILIZATION = 0.4
 """Of the peak, by a predictor that knows nothing else: 38 to 43% are published for Llama 3 on H100 (arXiv 2407.21783,
 table 4)."""
@@ -57,19 +64,18 @@ class PredictedRun:
 def predict_run(run: PublishedRun) -> PredictedRun:
     """Raises HetmeshError: it cannot be laid out or run so."""
     machine, shapes, said = load_machine(run.machine), *_shapes(run)
-    experts, of_experts = _expert_parallel(run, shapes["llm"])
-    said = [*run.read_as, *said, *of_experts]
-    problem, predictor = _problem(run, machine, shapes), None
+    experts = ExpertRanks.of(run, shapes["llm"])
+    said += experts.said
+    problem, layers = _problem(run, machine, shapes), RunLayers(machine, experts)
+    predictor = Predictor(problem, layers=layers)
     for recompute in ("none", "full") if run.recompute == "unknown" else (run.recompute,):
-        plan = _plan(run, recompute, experts)
-        predictor = Predictor(problem)
+        plan = _plan(run, recompute, experts.held)
         memory = fullest(predictor, plan)
         if memory.total <= machine.memory_bytes:
             break
     if run.recompute == "unknown":
         said.append(f"recompute: {recompute}, as nothing is said and without it " + _fits(recompute))
     peak = machine.peak(run.dtype)
-    assert predictor is not None
     assert peak is not None
     flops = 6 * run.active * 1e9 * run.tokens * run.global_batch
     trivial = flops / (UTILIZATION * peak * run.gpus)
@@ -91,11 +97,14 @@ def _shapes(run: PublishedRun) -> tuple[dict[str, ModuleShape], list[str]]:
         said.append(
             f"an encoder like {encoder.like}, {share:.2g}B; {IMAGE_SHARE:.0%} of the tokens are of images of {IMAGE}"
         )
-    sizes, of_model = llm_sizes(run.model, total, active, max(run.ep, 1))
+    copies = round(total / active) if run.kind == "generation" else 1
+    if not 1 < copies < FEWEST_EXPERTS:
+        copies = 1
+    sizes, of_model = llm_sizes(run.model, total / copies, active, max(run.ep, 1))
     said += [of_model] if of_model else []
     if run.kind == "generation":
-        sizes, of_kind = _with_copies(sizes, total, active, known=not of_model)
-        said.append(of_kind)
+        sizes = replace(sizes, copies=copies)
+        said.append(f"the LLM alone, with {copies} sets of weights: encoders and autoencoders are left out")
     shapes = {"llm": sizes.shape(run.tokens)}
     if "vision" in parts:
         shapes = {"vision": encoder.shape(), "projector": _projector(encoder.width, sizes.width), **shapes}
@@ -111,30 +120,67 @@ def _encoder(total: float) -> Encoder:
     return replace(ENCODER, layers=max(round(ENCODER.layers * share), 1))
 
 
-def _with_copies(sizes: LlmSizes, total: float, active: float, known: bool) -> tuple[LlmSizes, str]:
-    """Of a generator that is not known by name: as many sets of dense weights as make the total."""
-    if not known and not sizes.experts:
-        sizes = replace(sizes, copies=max(round(total / active), 1))
-    return sizes, f"the LLM alone, with {sizes.copies} sets of weights: encoders and autoencoders are left out"
-
-
 def _projector(inputs: int, outputs: int) -> ModuleShape:
     sizes = {"linear_1": (outputs, inputs), "linear_2": (outputs, outputs)}
     layers = (LayerShape(k, (WeightShape(f"{k}.weight", size, 1, tp_dim=0),)) for k, size in sizes.items())
     return ModuleShape("projector", tuple(layers))
 
 
-def _expert_parallel(run: PublishedRun, llm: ModuleShape) -> tuple[int, list[str]]:
-    counts = {w.shape[0] for layer in llm.layers for w in layer.expert_weights}
-    if not counts:
-        return 1, []
-    count = counts.pop()
-    if not run.ep:  # with DeepEP and the like over all ranks that can share them
-        degree = math.gcd(run.dp, count)
-        return degree, [f"ep is empty: experts over {degree} ranks"]
-    degree = math.gcd(run.ep, run.dp, count)
-    rest = run.ep // degree // math.gcd(run.ep // degree, run.tp)
-    return degree, [f"ep: {rest} ranks along cp hold copies of experts"] if rest > 1 else []
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Where the experts of a run lie.
+
+    Attributes:
+        held: ranks along `dp` that hold different ones.
+        group: those that exchange tokens.
+        whole: whether each has whole experts, where tensor-parallel ranks route different tokens.
+        said: what was assumed.
+    """
+
+    held: int = 1
+    group: tuple[int, ...] = ()
+    whole: bool = False
+    said: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, run: PublishedRun, llm: ModuleShape) -> ExpertRanks:
+        """Raises HetmeshError: the ranks of a stage cannot share the experts so."""
+        stacks = [w for layer in llm.layers for w in layer.expert_weights]
+        if not stacks:
+            return cls(said=("ep: the model has no experts",) if run.ep > 1 else ())
+        count, chosen, ranks = stacks[0].shape[0], stacks[0].per_row, run.tp * run.cp * run.dp
+        said = []
+        ep = run.ep
+        if not ep:  # with DeepEP and the like over all replicas that can share them
+            ep = math.gcd(run.dp, count)
+            said.append(f"ep is empty: experts over {ep} ranks")
+        etp = run.etp or (run.tp if ranks % (ep * run.tp) == 0 else 1)  # Megatron-Core's default is tp
+        if ranks % (ep * etp) or count % ep:
+            raise HetmeshError(f"{count} experts on EP {ep} x ETP {etp} of the {ranks} ranks of a stage")
+        whole = etp == 1 < run.tp and chosen % run.tp == 0
+        if etp != run.tp and not whole:
+            said.append(f"etp {etp}: tensor-parallel ranks share each expert")
+        held = math.gcd(ep, run.dp)
+        if ep > held * run.tp:
+            said.append("memory: ranks along cp are taken to hold copies of experts")
+        return cls(held, tuple(range(0, ep * etp, etp)) if ep > 1 else (), whole, tuple(said))
+
+
+class RunLayers(LayerCosts):
+    """Costs of layers with experts where a run has them."""
+
+    def __init__(self, machine: Machine, experts: ExpertRanks) -> None:
+        super().__init__(machine)
+        self.experts = experts
+
+    def of(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
+        """As of any layer."""
+        if not layer.expert_weights:
+            return super().of(layer, how)
+        if self.experts.whole:  # a rank's share of the tokens, as choices: there is a row for each of the lane's
+            weights = (replace(w, tp_dim=None, per_row=w.per_row // how.tp) if w.expert else w for w in layer.weights)
+            layer = replace(layer, weights=tuple(weights))
+        return super().of(layer, replace(how, experts=self.experts.group))
 
 
 def _problem(run: PublishedRun, machine: Machine, shapes: dict[str, ModuleShape]) -> Problem:
