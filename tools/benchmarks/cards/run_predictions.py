@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from benchmarks.cards.llm_sizes import LlmSizes, frozen, llm_sizes, with_adapters
+from benchmarks.cards.llm_sizes import frozen, llm_sizes, with_adapters
 from benchmarks.cards.published_runs import PARTS, PublishedRun
 from benchmarks.planner.architectures import ENCODERS, Encoder
 from benchmarks.planner.row_predictions import IMAGE, OPTIONS, fullest
@@ -37,8 +37,8 @@ IMAGE_SHARE = 0.5
 ENCODER = ENCODERS[0]
 """A VLM's: SigLIP-so400m, which most open ones of these years have, or one of its size."""
 FEWEST_EXPERTS = 4
-"""A generator whose parameters are fewer times as many as a token goes through is a mixture of transformers, with sets of
-all weights of the LLM; with more it is one of experts."""
+"""A generator with fewer times the parameters that a token goes through is a mixture of transformers, with sets of all
+weights of the LLM; with more it is one of experts."""
 UTILIZATION = 0.4
 """Of the peak, by a predictor that knows nothing else: 38 to 43% are published for Llama 3 on H100 (arXiv 2407.21783,
 table 4)."""
