@@ -20,6 +20,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.cards.published_runs import CARDS, PublishedRun, read_runs
@@ -104,8 +105,7 @@ def _once(pairs: Pairs) -> Pairs:
     of: dict[tuple, list[tuple[PublishedRun, PredictedRun]]] = {}
     for pair in pairs:
         of.setdefault(pair[0].inputs, []).append(pair)
-    means = (sum(r.step_s for r, _ in same) / len(same) for same in of.values())
-    return [(replace(same[0][0], step_s=mean), same[0][1]) for same, mean in zip(of.values(), means, strict=True)]
+    return [(replace(same[0][0], step_s=mean(r.step_s for r, _ in same)), same[0][1]) for same in of.values()]
 
 
 def _trivially(pairs: Pairs, factor: float) -> list[float]:
@@ -133,24 +133,19 @@ def _group(pairs: Pairs) -> dict[str, Any]:
 
 
 def _lora_over_full(pairs: Pairs) -> list[dict[str, Any]]:
-    """Of models that were trained both ways: GPU seconds of a token with LoRA over those without, of all such runs of a
-    model together. Layouts and batches differ, so the ratio is no gain of LoRA alone."""
-
-    def cost(model: str, lora: bool, which: int) -> float | None:
-        own = [
-            (r.step_s, p.step_s)[which] * r.gpus / (r.tokens * r.global_batch)
-            for r, p in pairs
-            if r.model == model and r.lora == lora
-        ]
-        return sum(own) / len(own) if own else None
-
-    found = []
-    for model in dict.fromkeys(r.model for r, _ in pairs):
-        costs = [(cost(model, True, which), cost(model, False, which)) for which in (0, 1)]
-        ratios = [a / b for a, b in costs if a and b]
-        if len(ratios) == 2:
-            found.append({"model": model, "published": ratios[0], "predicted": ratios[1]})
-    return found
+    """Of models that were trained both ways on sequences of one length: mean GPU seconds of a token with LoRA over
+    those without. Layouts and batches differ, so the ratio is not what LoRA alone gains."""
+    of: dict[tuple[str, int], dict[bool, list[tuple[float, float]]]] = {}
+    for r, p in pairs:
+        token = r.gpus / (r.tokens * r.global_batch)
+        ways = of.setdefault((r.model, r.tokens), {True: [], False: []})
+        ways[r.lora].append((r.step_s * token, p.step_s * token))
+    return [
+        {"model": model, "tokens": tokens, "published": ratios[0], "predicted": ratios[1]}
+        for (model, tokens), ways in of.items()
+        if all(ways.values())
+        for ratios in [[mean(each[i] for each in ways[True]) / mean(each[i] for each in ways[False]) for i in (0, 1)]]
+    ]
 
 
 def _constants(machine: str) -> dict[str, float]:
@@ -187,7 +182,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for each in result["lora_over_full"]:
         ratios = f"{each['predicted']:.2f} predicted, {each['published']:.2f} published"
-        lines.append(f"{each['model']}, GPU seconds of a token, LoRA over full: {ratios}")
+        lines.append(f"{each['model']} at {each['tokens']}, GPU seconds of a token, LoRA over full: {ratios}")
     error = result["memory_error"]
     lines.append(f"peak memory of {result['memory_rows']} rows: {'-' if error is None else f'{error:.1%} off'}")
     lines.append(f"{result['rows_read']} rows, {result['runs']} runs")
