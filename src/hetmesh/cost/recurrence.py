@@ -11,7 +11,7 @@ Counted is what torch computes where no kernels are installed, in transformers' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MOVED = 4
 """Elements that torch reads and writes for each that it keeps. On a CPU the rule takes as long as its bytes, not as its
@@ -76,13 +76,17 @@ class Recurrence:
     def flops(self) -> int:
         """Of a row, in a forward; those of the convolution are its weight's."""
         k, v, c = self.key_width, self.value_width, self.chunk
-        solving = 2 * c * k + c * (k + v) + 2 * k * v if self.delta_rule else 0
-        return self.heads * (2 * c * (k + v) + 4 * k * v + solving)
+        return self.heads * (2 * c * (k + v) + 4 * k * v + self._solving(v))
 
     @property
-    def mapping(self) -> Recurrence:
-        """What a piece before a cut computes besides: the rule once more, on zeros and all that a state may be."""
-        return replace(self, value_width=self.value_width + self.key_width, convolved=0)
+    def map_flops(self) -> int:
+        """Of a row of a piece before a cut: the states once more, on zeros and all that a state may be."""
+        wide = self.value_width + self.key_width
+        return self.heads * (2 * self.key_width * wide + self._solving(wide))
+
+    def _solving(self, v: int) -> int:
+        k, c = self.key_width, self.chunk
+        return 2 * c * k + c * (k + v) + 2 * k * v if self.delta_rule else 0
 
     def kept_bytes(self, itemsize: int) -> float:
         """Of a row, beside the inputs and outputs of products: what the convolution reads and makes, as far as no
