@@ -53,8 +53,7 @@ def delta_rule(
         normalize: q and k to length 1 first.
 
     Returns:
-        `[rows, heads, dv]` of v's dtype (without q empty), and the states at the ends, `[n, heads, dk, dv]` in fp32 or
-        better.
+        `[rows, heads, dv]` of v's dtype (without q none), and last states, `[n, heads, dk, dv]` in fp32 or better.
     """
     bounds = np.asarray(bounds, np.int64)
     kernel = _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", k)
@@ -139,8 +138,7 @@ def _scan(parts: Sequence[Tensor], sizes: list[int], state: Tensor) -> tuple[Ten
             state = state[: len(new)]
         value = new - seen @ state
         if asked:
-            pairs, q = asked
-            outs.append(q @ state + pairs @ value)
+            outs.append(asked[1] @ state + asked[0] @ value)
         state = kept * state + k @ value
     return torch.cat(outs or [state]), torch.cat([state, *reversed(ended)])
 

@@ -138,16 +138,8 @@ def layer_time(
 
 def recurrence_seconds(recurrence: Recurrence, rows: int, rates: Rates, split: int = 1) -> float:
     """Of the states of `rows`, in a forward, where a rank has `1 / split` of the heads."""
-    return _moving(recurrence.flops, recurrence.kept_bytes(rates.itemsize), rows / split, rates)
-
-
-def map_seconds(recurrence: Recurrence, rows: int, rates: Rates) -> float:
-    """Of what `rows` do to a state, in a forward."""
-    return _moving(recurrence.map_flops, recurrence.map_bytes(rates.itemsize), rows, rates)
-
-
-def _moving(flops: int, kept: float, rows: float, rates: Rates) -> float:
-    return rates.seconds(flops * rows, MOVED * kept / rates.itemsize * rows)
+    moved = MOVED * recurrence.kept_bytes(rates.itemsize) / rates.itemsize
+    return rates.seconds(recurrence.flops * rows / split, moved * rows / split)
 
 
 def _weight_seconds(

@@ -76,17 +76,8 @@ class Recurrence:
     def flops(self) -> int:
         """Of a row, in a forward; those of the convolution are its weight's."""
         k, v, c = self.key_width, self.value_width, self.chunk
-        return self.heads * (2 * c * (k + v) + 4 * k * v + self._solving(v))
-
-    @property
-    def map_flops(self) -> int:
-        """Of a row of a piece before a cut: the states once more, on zeros and all that a state may be."""
-        wide = self.value_width + self.key_width
-        return self.heads * (2 * self.key_width * wide + self._solving(wide))
-
-    def _solving(self, v: int) -> int:
-        k, c = self.key_width, self.chunk
-        return 2 * c * k + c * (k + v) + 2 * k * v if self.delta_rule else 0
+        solving = 2 * c * k + c * (k + v) + 2 * k * v if self.delta_rule else 0
+        return self.heads * (2 * c * (k + v) + 4 * k * v + solving)
 
     def kept_bytes(self, itemsize: int) -> float:
         """Of a row, beside the inputs and outputs of products: what the convolution reads and makes, as far as no
@@ -100,7 +91,7 @@ class Recurrence:
         return kept + self.heads * v * ((2 + (itemsize < wide)) * wide + 2 * itemsize)
 
     def map_bytes(self, itemsize: int) -> float:
-        """Of a row of a piece before a cut, what its map keeps."""
+        """Of a row of a piece before a cut, what its map keeps: the rule once more, without outputs."""
         k, v, c = self.key_width, self.value_width, self.chunk
         of_state = 7 * k + 3 * v + 3 * c + k * (k + v) / c + 4
         return max(itemsize, 4) * (self.key_heads * k + self.heads * of_state)
