@@ -80,13 +80,14 @@ def test_what_cannot_be_modelled_is_left_out_by_name(predict):
         {"seq_len": ""},
         {"step_ms": ""},
         {"global_batch": "18"},
+        {"ep": "16", "model": "gpt-oss-20b", "params_total_b": "21"},
         {"tp": "1", "pp": "64", "dp": "1", "gpus": "64"},
     )
     _, found = predict({}, *odd, head=[*HEAD, "speed"])
     assert found["rows_read"] == 1
     column, *rows = found["left_out"]
     assert column == "column speed"
-    named = [re.search(r"line \d+ \(a.pretrain\)(?:, column (\w+))?:", each) for each in rows]
+    named = [re.search(r"line \d+ \(a.pretrain\)(?:[,:] column (\w+))?:", each) for each in rows]
     assert sorted(str(each[1]) for each in named) == sorted([*(next(iter(cells)) for cells in odd[:-1]), "None"])
     assert "64 pipeline stages for 39 layers" in rows[-1]
 

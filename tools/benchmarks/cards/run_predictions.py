@@ -156,7 +156,7 @@ class ExpertRanks:
             said.append(f"ep is empty: experts over {ep} ranks")
         etp = run.etp or (run.tp if ranks % (ep * run.tp) == 0 else 1)  # Megatron-Core's default is tp
         if ranks % (ep * etp) or count % ep:
-            raise HetmeshError(f"{count} experts on EP {ep} x ETP {etp} of the {ranks} ranks of a stage")
+            raise HetmeshError(f"column ep: {count} experts on EP {ep} x ETP {etp} of the {ranks} ranks of a stage")
         whole = etp == 1 < run.tp and chosen % run.tp == 0
         if etp != run.tp and not whole:
             said.append(f"etp {etp}: tensor-parallel ranks share each expert")
