@@ -142,6 +142,7 @@ def _mlp(name: str, inner: int, width: int) -> tuple[WeightShape, ...]:
 
 
 _SEEN = "the model's config.json"
+_REMEMBERED = "the model's config.json, as remembered"
 _CLASS = "defaults of transformers' class"
 _QWEN_25_7B = LlmSizes(_SEEN, 28, 3584, 28, 4, 128, 18944, 152064)
 NAMED = {
@@ -151,9 +152,9 @@ NAMED = {
     "qwen2.57b": _QWEN_25_7B,
     "qwen2.532b": LlmSizes(_SEEN, 64, 5120, 40, 8, 128, 27648, 152064),
     "qwen38b": LlmSizes(_SEEN, 36, 4096, 32, 8, 128, 12288, 151936),
-    "qwen332b": LlmSizes(_SEEN, 64, 5120, 64, 8, 128, 25600, 151936),
+    "qwen332b": LlmSizes(_REMEMBERED, 64, 5120, 64, 8, 128, 25600, 151936),
     "qwen330ba3b": LlmSizes(_SEEN, 48, 2048, 32, 4, 128, 6144, 151936, 128, 8, 768),
-    "qwen3235ba22b": LlmSizes(_SEEN, 94, 4096, 64, 4, 128, 12288, 151936, 128, 8, 1536),
+    "qwen3235ba22b": LlmSizes(_REMEMBERED, 94, 4096, 64, 4, 128, 12288, 151936, 128, 8, 1536),
     "mixtral8x7b": LlmSizes("arXiv 2401.04088, table 1", 32, 4096, 32, 8, 128, 14336, 32000, 8, 2, 14336),
     "gptoss20b": LlmSizes(_SEEN, 24, 2880, 64, 8, 64, 2880, 201088, 32, 4, 2880, window=128),
     "gptoss120b": LlmSizes(_CLASS, 36, 2880, 64, 8, 64, 2880, 201088, 128, 4, 2880, window=128),
