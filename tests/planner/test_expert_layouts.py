@@ -17,6 +17,7 @@ from hetmesh.recipe.rewrite import rewritten
 from hetmesh.report.plan_text import PlanReport, plan_json, plan_text
 from hetmesh.resolve.planning import plan_keys, planned_text, recipe_problem
 from hetmesh.resolve.resolved import resolve
+from support.often import some
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def accepted(text, recipe, given, plan):
     return True
 
 
-@pytest.mark.parametrize("seed", [0, 2, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in (1, *range(3, 40)))])
+@pytest.mark.parametrize("seed", some((2,), range(40)))
 def test_what_is_proposed_is_what_check_takes(seed):
     """Every degree for the experts of some layouts, whether or not it is a candidate; layouts as they are written."""
     given, drawn_problem = drawn(seed)
