@@ -75,7 +75,7 @@ def test_what_is_proposed_is_what_check_takes(seed):
         plans = list(candidates(drawn_problem, placement))
         keys = {plan.key() for plan in plans}
         spread = [plan for plan in plans if plan.modules["llm"].expert_parallel > 1]
-        for plan in (some[rng.integers(len(some))] for some in (plans, spread) if some):
+        for plan in (part[rng.integers(len(part))] for part in (plans, spread) if part):
             written = parse_recipe(planned_text(recipe, text, (), drawn_problem, plan))
             assert written.wiring.meshes["llm"] == plan.modules["llm"].mesh
             for ep in rng.permutation(range(2, drawn_problem.ranks + 1))[:3].tolist():
