@@ -51,7 +51,7 @@ PLACES = LAYOUTS | {
     "cp 2, fsdp 2": [table("vision", "0-3", fsdp=4), CP],
     "pp 4": [table("vision", "0-3", fsdp=2), table("llm", "0-3", pp=4) + f"\n{PIPELINE}"],
     "last two ranks": [table("vision", "3"), table("llm", "2-3", fsdp=2)],
-    "fsdp 3": [table("vision", "0-2", fsdp=3), table("llm", "1-3", fsdp=3)],
+    "fsdp 3, fsdp 2": [table("vision", "0-2", fsdp=3), table("llm", "2-3", fsdp=2, expert_parallel_degree=2)],
 }
 """Layouts of four ranks, of which some leave ranks out."""
 

@@ -52,7 +52,7 @@ def materialize(
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     made[id(parameter)] = empty_parameter(parameter, device)
-                    if later is not None and _even(parameter):  # FSDP pads the others, into other memory
+                    if later is not None and _stays(made[id(parameter)]):
                         _free(made[id(parameter)], later)
                 owner._parameters[name] = made[id(parameter)]
     if device.type != "cpu":
@@ -65,11 +65,12 @@ def materialize(
             _free(parameter, later)
 
 
-def _even(tensor: Tensor) -> bool:
+def _stays(tensor: Tensor) -> bool:
+    """Whether FSDP keeps a parameter in its memory, and copies it neither to pad it nor to pin it."""
     if not isinstance(tensor, DTensor):
         return True
-    split = {dim for dim in map(sharded_dim, tensor.placements) if dim is not None}
-    return not any(tensor.shape[dim] % tensor.device_mesh.size() for dim in split)
+    mesh, split = tensor.device_mesh, {dim for p in tensor.placements if (dim := sharded_dim(p)) is not None}
+    return mesh.device_type == tensor.device.type and not any(tensor.shape[dim] % mesh.size() for dim in split)
 
 
 def _free(parameter: nn.Parameter, later: Sizes) -> None:
