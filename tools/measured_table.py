@@ -325,9 +325,9 @@ ROWS = (
         "python tools/bench.py checkpoint",
     ),
     Row(
-        "two CPU cores, a job goes from FSDP to tensor parallelism, two stages, one rank and back, without a file: bytes "
-        "over the least possible; most memory over the larger share; time over that of save, start and load, median, "
-        "worst",
+        "two CPU cores, a job goes from FSDP to tensor parallelism, two stages, one rank and back, without a file: "
+        "bytes over the least possible; most memory over the larger share; time over that of save, start and load, "
+        "median, worst",
         "relayout",
         "{:.2f}; {:.2f}; {:.2f}, {:.2f}",
         ("bytes_over_bound", "peak", "time_share", "worst_time_share"),

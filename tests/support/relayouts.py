@@ -41,9 +41,15 @@ pattern = 'norm|bias|embed|lm_head|experts'
 optimizer_name = "AdamW"
 optimizer_kwargs = { lr = 1e-2, eps = 0.01 }
 """
+ADAFACTOR = """[optimizer]
+name = "torch.optim:Adafactor"
+lr = 0.03
+options = { eps = [0.01, 1e-3] }
+"""
 MODELS = VARIANTS | {
     "tied": lambda text: text.replace("[modules.llm.config]", "[modules.llm.config]\ntie_word_embeddings = true"),
     "Muon": lambda text: text.replace("[optimizer]\neps = 0.01\n", MUON),
+    "Adafactor": lambda text: text.replace("[optimizer]\neps = 0.01\n", ADAFACTOR),
 }
 """What changes the text of the model."""
 CP = table("llm", "0-3", context_parallel_degree=2, fsdp=2, expert_parallel_degree=2)

@@ -17,9 +17,10 @@ from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerError
 from hetmesh.testing.precision import exact_dtypes
 from hetmesh.training.job import Job
+from hetmesh.training.optimizers import take_step
 from hetmesh.training.trainer import Trainer
 from support.checkpoint_pieces import different
-from support.relayouts import FAULTS, drawn, faults, figures, judge, recipe_in, ride
+from support.relayouts import FAULTS, drawn, faults, figures, judge, recipe_in, ride, state
 
 CHAIN = ["tp 2, dp 2", "pp 2, fsdp 2", "last two ranks", "overlapping, hsdp"]
 
@@ -69,6 +70,43 @@ def test_drawn_pairs_of_layouts(pool4, first, second, variant):
     assert found.sent == found.bound
 
 
+def there_and_back(rank, first, second):
+    """What differs in what a rank holds after a step, a relayout, and another one back; and how much there is."""
+    job = Job.assemble(resolve(first), World.current())
+    job.forward_backward()
+    if job.optimizers is not None:
+        take_step(*job.optimizers)
+    before = everything(job)
+    job.relayout(second)
+    job.relayout(first)
+    job.upcoming.close()
+    return different(before, everything(job)), len(before)
+
+
+def everything(job):
+    kept = {name: local_part(tensor).clone() for name, tensor in state(job).items()}
+    for optimizer in (job.optimizers or ((),))[0]:
+        for group in optimizer.param_groups:
+            names = [f"{name} step" for name in group["param_names"]]
+            kept |= {n: optimizer.state[p]["step"].clone() for n, p in zip(names, group["params"], strict=True)}
+            kept |= {f"{name} lr": group["lr"] for name in names}
+    return kept
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("training", "variant"),
+    [({"dtype": "bfloat16"}, "frozen encoder"), ({}, "Adafactor")],
+    ids=["copies in fp32 of parameters in bf16", "a number for each row and column"],
+)
+def test_there_and_back_nothing_has_changed(pool4, training, variant):
+    first, second = (changed(recipe_in(name, variant), training=training) for name in ("tp 2, dp 2", "pp 2, fsdp 2"))
+    for differing, count in pool4.run(there_and_back, first, second, timeout=60):
+        assert differing == []
+        assert count > 20
+
+
 def refused(rank, recipe, others):
     """What a job says to relayouts that it refuses, and whether it goes on as it was."""
     job, errors = Job.assemble(resolve(recipe), World.current()), []
@@ -115,7 +153,7 @@ def test_ranks_of_the_job_suffice():
 
 
 def test_another_model_is_named_before_anything_moves():
-    weight = HeldTensor((4, 6), torch.float32, Layout(MeshSpec.make([0, 1], tp=2), [Shard(0)]), trained=True)
+    weight = HeldTensor((4, 6), torch.float32, Layout(MeshSpec.make([0, 1], tp=2), [Shard(0)]))
     before = HeldState(held={("llm.a", ""): weight, ("llm.a", "exp_avg"): weight, ("llm.b", ""): weight})
     after = {("llm.a", ""): replace(weight, layout=Layout(MeshSpec.make([2], dp=1), [Replicate()]))}
     assert before.in_layout(after | {("llm.b", ""): weight})["llm.a", "exp_avg"].layout.mesh.ranks == (2,)
@@ -123,7 +161,7 @@ def test_another_model_is_named_before_anything_moves():
         (after, "it lacks llm.b"),
         (after | {("llm.b", ""): weight, ("llm.c", ""): weight}, "it also has llm.c"),
         (after | {("llm.b", ""): replace(weight, shape=(4, 7))}, r"llm.b was .*\[4, 6\].* and is .*\[4, 7\]"),
-        (after | {("llm.b", ""): replace(weight, trained=False)}, "llm.b was .* trained and is .* not trained"),
+        (after | {("llm.b", ""): replace(weight, dtype=torch.bfloat16)}, "llm.b was float32 .* and is bfloat16"),
     ):
         with pytest.raises(RecipeError, match=text):
             before.in_layout(other)

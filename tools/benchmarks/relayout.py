@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this benchmark."""
     parser.add_argument("--rounds", type=int, default=1, help="default %(default)s")
     parser.add_argument("--width", type=int, default=512, help="of encoder and LLM (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=8, help="of each (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="of each (default %(default)s)")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; by default that of temporary files")
 
 
@@ -158,9 +158,10 @@ def _step(job: Job) -> None:
 
 def _save_and_move(rank: int, recipe: Recipe, folder: Path, step: int) -> dict[str, Any]:
     assert _job is not None
+    checkpoints = RunCheckpoints(_job, _job.optimizers, folder)
     dist.barrier()
     began = time.perf_counter()
-    RunCheckpoints(_job, _job.optimizers, folder).save(Progress(step))
+    checkpoints.save(Progress(step))
     saved = time.perf_counter() - began
     before = state(_job)
     held, had = bytes_of(before), regions(before)

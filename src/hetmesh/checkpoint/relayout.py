@@ -71,18 +71,16 @@ class HeldTensor:
 
     Attributes:
         shape: of the whole tensor.
-        trained: of a parameter, whether it is.
         as_parameter: of what an optimizer keeps, whether it lies as its parameter does; else its ranks hold it whole.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
-    trained: bool = False
     as_parameter: bool = True
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}, {'trained' if self.trained else 'not trained'}".removeprefix("torch.")
+        return f"{self.dtype} {list(self.shape)}".removeprefix("torch.")
 
 
 @dataclass(eq=False)
@@ -137,8 +135,7 @@ class HeldState:
             if mesh is not None and not alike:
                 self.refused.append(f"{'.'.join(key)} lies as {placements}, and its parameter otherwise")
             layout = layout if alike else _over(layout.mesh, (), ())
-            trained = not key[1] and value.requires_grad
-            self.held[key] = HeldTensor(tuple(value.shape), value.dtype, layout, trained, alike)
+            self.held[key] = HeldTensor(tuple(value.shape), value.dtype, layout, alike)
 
     def of_all(self, world: World, graph: ModuleGraph, what: str) -> HeldState:
         """What all ranks hold of it, the modules of `graph`. Collective. Raises RecipeError: some of it cannot be
