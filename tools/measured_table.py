@@ -325,6 +325,23 @@ ROWS = (
         "python tools/bench.py checkpoint",
     ),
     Row(
+        "two CPU cores, a job goes from FSDP to tensor parallelism, two stages, one rank and back, without a file: "
+        "bytes over the least possible; most memory over the larger share; time over that of save, start and load, "
+        "median, worst",
+        "relayout",
+        "{:.2f}; {:.2f}; {:.2f}, {:.2f}",
+        ("bytes_over_bound", "peak", "time_share", "worst_time_share"),
+        "python tools/bench.py relayout",
+    ),
+    Row(
+        "drawn pairs of layouts between which a job changes without a file: of these with other losses, more bytes or "
+        "more memory than allowed; largest relative error of the next three losses, float64",
+        "fuzz_relayouts",
+        "{}: {}; {:.0e}",
+        ("pairs", "failures", "max_error"),
+        "python tools/fuzz.py relayouts",
+    ),
+    Row(
         "runs killed at random moments and restarted; of these hung; ended with different losses",
         "soak_kills",
         "{}; {}; {}",

@@ -131,6 +131,19 @@ def exchange_data(parameter: torch.Tensor, values: torch.Tensor) -> None:
         parameter._local_tensor, parameter._spec = values._local_tensor, values._spec
 
 
+def drop_data(tensor: torch.Tensor) -> None:
+    """Free the memory of a tensor, of a DTensor this rank's part, whoever else refers to it. It is empty then."""
+    from torch.distributed.tensor import DTensor
+
+    storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = tensor._local_tensor.detach().new_empty(0)
+    else:
+        tensor.data = tensor.detach().new_empty(0)
+    if storage.resizable():  # what is pinned in the host's memory is not
+        storage.resize_(0)
+
+
 def sum_in_reduce_dtype(root: Any) -> None:
     """Let autograd bring gradients of what FSDP2 has gathered inside `root` to the dtype in which they are summed. FSDP
     does so only where it lets them add up first, and asserts that all of a block are of one dtype."""

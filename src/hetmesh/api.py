@@ -76,8 +76,9 @@ def open_job(recipe: Recipe, *, loss: CustomLosses | None = None, self_check: bo
                 optimizer.step()
 
     Every rank of the job enters it. A World that `hetmesh.init` has made is used, and left open.
-    `[optimizer]`, `[lr_scheduler]`, `[checkpoint]`, `[metrics]` and `[validation]` of the recipe are for `train` and
-    ignored here; `job.root` has the modules for torch.distributed.checkpoint.
+    `[checkpoint]`, `[metrics]` and `[validation]` of the recipe are for `train` and ignored here, `[optimizer]` and
+    `[lr_scheduler]` too, unless the loop steps `job.optimizers`; `job.root` has the modules for
+    torch.distributed.checkpoint.
 
     Args:
         loss, self_check: as in `train`.

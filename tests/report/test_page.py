@@ -259,6 +259,14 @@ def test_advice_follows_from_figures():
     assert "rank 1 (llm.0 and 1 more) computes 80% of the recorded step, rank 0 (vision.0) 10%" in advised(idle)
 
 
+def test_a_layout_is_outgrown_where_work_has_gone_to_another_module():
+    grown = records(flops=lambda i: {"vision": 10.0 + i, "llm": 40.0})
+    said = "vision does 53% of the work of a step, and did 26%: the layout is outgrown"
+    assert said in advised(RunView({}, {}, 0, {}, records=grown))
+    noise = records(flops=lambda i: {"vision": 10.0 + i % 7, "llm": 40.0})
+    assert advice(RunView({}, {}, 0, {}, records=noise), None, None) == ()
+
+
 def test_the_page_says_what_preparing_samples_takes():
     data = [{"frames_decoded": 20 + (i == 0), "frames_needed": 20, "load_s": 0.25} for i in range(2)]
     run = RunView({}, {}, 0, {}, records=records(2, data=lambda i: data[i]))

@@ -453,3 +453,15 @@ def test_checkpoints_are_timed_by_their_slowest_rank(load):
     assert (found["async_overhead"], found["blocked_share"], found["save_ratio"]) == (0.375, 0.375, 0.375)
     assert (found["load_ratio"], found["bytes"], found["ranks"]) == (0.5, 10, 2)
     assert "blocked_share" in load("benchmarks.checkpoint").table(found)
+
+
+def test_relayouts_are_counted_from_intervals_and_timed_by_their_slowest_rank(load):
+    bench = load("benchmarks.relayout")
+    rows, columns = {"w": ((4, 6), 4, (((0, 2),), ((0, 6),)))}, {"w": ((4, 6), 4, (((0, 4),), ((0, 3),)))}
+    assert bench.lacking(rows, columns) == 4 * (4 * 3 - 2 * 3)
+    assert bench.lacking({}, columns) == 4 * 4 * 3
+    rank = {"before": rows, "after": columns, "bytes": (48, 48), "received": 24, "peak": 1.1, "peak_resident": 1.2}
+    ranks = [rank | {"save_s": 1.0, "relayout_s": 0.5}, rank | {"save_s": 2.0, "relayout_s": 0.4}]
+    found = bench.result([{"way": "a -> b", **bench.way(ranks), "start_and_load_s": 3.0}])
+    assert (found["bytes_over_bound"], found["peak"], found["time_share"]) == (1.0, 1.1, 0.1)
+    assert "time_share" in bench.table(found)

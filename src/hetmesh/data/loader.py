@@ -189,6 +189,11 @@ class Loader:
         self._since = (self.step, place)
         return repaired
 
+    def go_on_from(self, other: Loader) -> None:
+        """Continue with the samples that `other`, of the same samples in the same order, would have drawn next."""
+        self.step = other.step
+        self._since = (other.step, other.place(other.step))
+
     @cached_property
     def _identity(self) -> PositionIdentity:
         return PositionIdentity(self.source, self.seed, self.shuffle, self.payloads.sources.reading)

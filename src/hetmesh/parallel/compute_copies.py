@@ -60,6 +60,10 @@ class ComputeCopies:
             exchange_data(parameter, values)
         self._kept = {}
 
+    def free(self) -> None:
+        """Let go of the copies' memory, between steps."""
+        self._copies.clear()
+
     @torch.no_grad()
     def _enter(self) -> None:
         trained = [p for p in self.module.parameters() if casts_to(p, self.dtype) and p.requires_grad]

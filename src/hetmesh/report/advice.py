@@ -20,12 +20,20 @@ BUSIEST, EXPERT, PREDICTION, FALLING, SPARE = 1.25, 1.5, 0.25, 0.02, 0.4
 """Busiest rank and expert over the mean one; relative errors of a prediction; of the loss over a fifth of the steps;
 share of a device's memory that stays free."""
 MIN_LOSSES = 20  # that say where they go
+SHIFT = 0.1  # of a step's work that has gone from some modules to others, from which a layout is outgrown
 NOISE = 3.0  # standard errors that means of losses must be apart
 
 
 def advice(run: RunView, recipe: Recipe | None, view: RecipeView | None) -> tuple[Advice, ...]:
     """What stands out, what costs most first."""
-    found = [*_losses(run), *_samples(run, recipe), *_loads(run, recipe), *_experts(run), *_unused(recipe, view)]
+    found = [
+        *_losses(run),
+        *_samples(run, recipe),
+        *_loads(run, recipe),
+        *_outgrown(run),
+        *_experts(run),
+        *_unused(recipe, view),
+    ]
     if "measured" in run.timelines:
         found += _idle(run.timelines["measured"], recipe)
     if len(run.timelines) == 2:
@@ -102,6 +110,20 @@ def _loads(run: RunView, recipe: Recipe | None) -> Iterator[Advice]:
         if padding * part > PADDING and not (recipe and recipe.training.pack_samples):
             found = f"{padding:.0%} of the positions that {name} computes are padding"
             yield Advice(found, "[training] pack_samples = true leaves none", padding * part)
+
+
+def _outgrown(run: RunView) -> Iterator[Advice]:
+    """Whether modules share the work of a step in another way than when the run began in its layout."""
+    work = {name: series(run.usual, "flops", name).values for name in names_in(run.usual, "flops")}
+    if (fifth := min(map(len, work.values()), default=0) // 5) < MIN_LOSSES // 5:
+        return
+    first, last = ({name: mean(v[part]) for name, v in work.items()} for part in (slice(fifth), slice(-fifth, None)))
+    before, now = ({name: v / (sum(each.values()) or 1.0) for name, v in each.items()} for each in (first, last))
+    name = max(work, key=lambda name: now[name] - before[name])
+    if (gained := now[name] - before[name]) > SHIFT:
+        found = f"{name} does {now[name]:.0%} of the work of a step, and did {before[name]:.0%}: the layout is outgrown"
+        how = "hetmesh plan RECIPE (--phase N) finds one for it; resume in that, or `Job.relayout(recipe)` on the way"
+        yield Advice(found, how, gained)
 
 
 def _experts(run: RunView) -> Iterator[Advice]:

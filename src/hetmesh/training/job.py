@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from hetmesh.balance import BatchPlan
 from hetmesh.boundary import World
 from hetmesh.boundary.process_groups import ends_are_tied, stage_meshes, tied_pairs
 from hetmesh.boundary.world import gather_objects
+from hetmesh.checkpoint.relayout import MovingState, Relayout, check_same_run
 from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.payloads import Payloads
@@ -24,7 +28,7 @@ from hetmesh.errors import RecipeError
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec, SampleMeta, Stage, stage_graph
 from hetmesh.models import Adapter, lora_plan
 from hetmesh.models.draws import Draws
-from hetmesh.models.weights.fill_module import materialize, move_buffers
+from hetmesh.models.weights.fill_module import Sizes, materialize, move_buffers
 from hetmesh.parallel import (
     ParallelModule,
     Reduction,
@@ -40,10 +44,10 @@ from hetmesh.parallel.compute_copies import ComputeCopies
 from hetmesh.parallel.fsdp_log import log_collectives
 from hetmesh.parallel.fully_shard import WholeInStep
 from hetmesh.parallel.gradient_axes import fully_shard_axes, is_first
-from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.recipe import Recipe, load_recipe, parse_recipe
 from hetmesh.resolve.modules import deferred_module, fill_module
 from hetmesh.resolve.refusals import check_device
-from hetmesh.resolve.resolved import ResolvedRecipe
+from hetmesh.resolve.resolved import ResolvedRecipe, resolve
 from hetmesh.runtime import Reducer, Runtime
 from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Schedule, ahead
@@ -53,6 +57,7 @@ from hetmesh.training.first_steps import FirstSteps
 from hetmesh.training.gradients import counted
 from hetmesh.training.loss import CustomLosses, losses_of_recipe, module_losses
 from hetmesh.training.non_finite import NonFiniteSteps
+from hetmesh.training.optimizers import keeping_options, make_optimizers
 from hetmesh.training.step import StepResult, TrainingStep
 from hetmesh.training.upcoming import AHEAD, PlannedStep, Upcoming
 
@@ -68,16 +73,23 @@ class Job:
     parallel: Mapping[str, ParallelModule]  # the modules of this rank on their meshes
     runtime: Runtime
     tied: tuple[TiedParameter, ...] = ()  # parameters of which another pipeline stage holds a copy
+    loss: CustomLosses | None = None  # in place of those of the recipe
 
     @classmethod
     def assemble(
-        cls, resolved: ResolvedRecipe, world: World, payloads: Payloads | None = None, loss: CustomLosses | None = None
+        cls,
+        resolved: ResolvedRecipe,
+        world: World,
+        payloads: Payloads | None = None,
+        loss: CustomLosses | None = None,
+        later: Sizes | None = None,
     ) -> Job:
         """Build the modules of this rank, with the same weights on every layout, and everything around them.
 
         Args:
             payloads: where samples are loaded (`environment.open_payloads`); None: on this rank, when they are needed.
             loss: custom ones; None: those of the recipe.
+            later: where given, parameters have no memory yet, and are here with the bytes that they need.
 
         Raises:
             RecipeError: the device cannot do what the recipe asks of it.
@@ -130,10 +142,10 @@ class Job:
                 adapters[name].layers()[-1:] if abilities.loss_by_chunks else (),
             )
             device = "cpu" if graph[name].options.cpu_offload and fully_shard_axes(spec) else world.device
-            if world.accelerator.computes:
+            if world.accelerator.computes and later is None:
                 fill_module(recipe, adapters[name], name, deferred, device, roots=parallel.stages)
             else:
-                materialize(parallel.module, torch.device(device), parallel.stages)
+                materialize(parallel.module, torch.device(device), parallel.stages, later)
             parallel = replace(parallel)  # which looks its parameters up: those on meta are others now
             modules[name] = parallel
             adapted |= zip(own, parallel.stages, strict=True)
@@ -164,9 +176,9 @@ class Job:
             whole=whole,
         )
         root = Root((name, each.module) for name, each in modules.items())
-        if world.accelerator.computes:
+        if world.accelerator.computes and later is None:
             check_replicas(modules, tied, world, 0, buffers=True)
-        return cls(resolved, world, loader, root, modules, runtime, tuple(tied))
+        return cls(resolved, world, loader, root, modules, runtime, tuple(tied), loss)
 
     @property
     def recipe(self) -> Recipe:
@@ -214,6 +226,65 @@ class Job:
             SampleError: a sample cannot be read, or no sample of the batch has a target.
         """
         return self.training_step.run(self.training_step.draw(), max_norm)
+
+    @cached_property
+    def optimizers(self) -> tuple[Any, Any] | None:
+        """Those of the recipe, and their schedules, with `step()` each (torchtitan's containers); None on a rank that
+        has nothing to train. A loop of your own may have another optimizer."""
+        return make_optimizers(self.recipe, self.root)
+
+    def relayout(
+        self, recipe: Recipe | Path | str | Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+    ) -> Relayout:
+        """Go on in the layout of `recipe`, another one of the same run, between two steps: parameters, what optimizers
+        keep, schedules and the place in the data move from rank to rank, and nothing is written. Collective over all
+        ranks of the job, of which the new layout may leave some out. Gradients are dropped, and modules, `root` and
+        `parameters()` are others afterwards.
+
+        Args:
+            recipe: or its file, or its tables.
+            optimizer: of a loop of your own, on every rank; its groups then have the new parameters. None: `optimizers`
+                move.
+
+        Returns:
+            What it took on this rank.
+
+        Raises:
+            RecipeError: more than the layout differs; the message names the key or the parameter. The job goes on as
+                it was.
+            TypeError: steps were taken, and there is no optimizer to move.
+            BoundaryTimeout: a rank did not answer in time; the message names the tensor. The state is lost then: start
+                again, from the newest checkpoint.
+        """
+        began, world, moves = time.perf_counter(), self.world, "optimizers" in vars(self) and optimizer is None
+        if not isinstance(recipe, Recipe):
+            recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(Path(recipe))
+        check_same_run(self.recipe, recipe, world)
+        if self.loader.step and optimizer is None and not moves:
+            raise TypeError("Job.relayout: give the optimizer of your loop, or take steps by `job.optimizers`")
+        own = self.optimizers if moves else None if optimizer is None else ([optimizer], None)
+        later: dict[nn.Parameter, int] = {}
+        new = Job.assemble(resolve(recipe, self.loader.source), world, self.loader.payloads, self.loss, later)
+        state = MovingState(world, (self.graph, self.parallel), (new.graph, new.parallel), own, later)
+        self.upcoming.close()  # from here on there is this job or none
+        experts = self.expert_placement.state()
+        self.expert_placement.to_expert_order(own)
+        self.root.zero_grad()
+        for copies in self.runtime.whole.values():
+            if isinstance(copies, ComputeCopies):
+                copies.free()
+        received = state.move()
+        new.loader.go_on_from(self.loader)
+        vars(new)["non_finite"] = self.non_finite
+        if optimizer is not None:
+            state.regroup(optimizer)
+        elif moves:
+            with keeping_options(new.optimizers):
+                state.restore(new.optimizers)
+        new.expert_placement.restore(experts, new.optimizers if moves else None)
+        vars(self).clear()
+        vars(self).update(vars(new))
+        return Relayout(received, time.perf_counter() - began)
 
     @cached_property
     def training_step(self) -> TrainingStep:

@@ -30,7 +30,7 @@ from hetmesh.training.job import Job
 from hetmesh.training.loss import CustomLosses, check_values, losses_of_recipe
 from hetmesh.training.meter import Meter, device_name
 from hetmesh.training.notices import StepNotices, already_finished, next_steps, results
-from hetmesh.training.optimizers import learning_rate, make_optimizers, take_step
+from hetmesh.training.optimizers import learning_rate, take_step
 from hetmesh.training.recorder import StepRecorder
 from hetmesh.training.step import StepResult
 from hetmesh.training.stopping import OnStep, Stopped, StopSignals, stop_requested
@@ -124,7 +124,7 @@ class Trainer:
             check_values(resolved.source, losses_of_recipe(resolved.recipe, resolved.graph, loss), resolved.recipe.llm)
         self.job = Job.assemble(resolved, world, payloads, loss)
         self.job.non_finite.hint = f" Results are in {self.folder}"
-        self.optimizers = make_optimizers(recipe, self.job.root)
+        self.optimizers = self.job.optimizers
         self.lr = learning_rate(recipe)
         self.checkpoints = RunCheckpoints(self.job, self.optimizers, self.folder)
         self.checkpointer = self.checkpoints.checkpointer

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 from hetmesh.layout.intervals import Intervals
 from hetmesh.layout.layout import Layout
 from hetmesh.layout.mesh import MeshSpec
+from hetmesh.layout.placements import sharded_dim
 from hetmesh.models.weights.initial import Initial
 from hetmesh.models.weights.lora import base_name
 from hetmesh.models.weights.stored_form import with_offsets
+from hetmesh.parallel.gradient_sums import local_part
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that activation checkpointing and torch.compile insert into parameter names."""
@@ -30,22 +32,52 @@ def plain_name(fqn: str) -> str:
     return base_name(fqn)
 
 
-def materialize(module: nn.Module, device: torch.device, roots: Sequence[nn.Module] = ()) -> None:
+Sizes = MutableMapping[nn.Parameter, int]
+"""Bytes of the storages of parameters."""
+
+
+def materialize(
+    module: nn.Module, device: torch.device, roots: Sequence[nn.Module] = (), later: Sizes | None = None
+) -> None:
     """Give every parameter without memory uninitialised memory on `device`, and move buffers there, unless that is the
-    CPU (where offloaded parameters are, but not the buffers of the same module). Tied parameters stay tied. `roots`:
-    the modules that wrap `module` or parts of it, where FSDP was applied to these."""
+    CPU (where offloaded parameters are, but not the buffers of the same module). Tied parameters stay tied.
+
+    Args:
+        roots: the modules that wrap `module` or parts of it, where FSDP was applied to these.
+        later: where given, parameters are without memory again at the end, and are here with what they need.
+    """
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     made[id(parameter)] = empty_parameter(parameter, device)
+                    if later is not None and _stays(made[id(parameter)]):
+                        _free(made[id(parameter)], later)
                 owner._parameters[name] = made[id(parameter)]
     if device.type != "cpu":
         move_buffers(module, device)
     for root in roots:
         if any(isinstance(part, FSDPModule) for part in root.modules()):
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
+    for parameter in () if later is None else made.values():
+        if parameter not in later:
+            _free(parameter, later)
+
+
+def _stays(tensor: Tensor) -> bool:
+    """Whether FSDP keeps a parameter in its memory, and copies it neither to pad it nor to pin it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    mesh, split = tensor.device_mesh, {dim for p in tensor.placements if (dim := sharded_dim(p)) is not None}
+    return mesh.device_type == tensor.device.type and not any(tensor.shape[dim] % mesh.size() for dim in split)
+
+
+def _free(parameter: nn.Parameter, later: Sizes) -> None:
+    storage = local_part(parameter).untyped_storage()
+    if storage.resizable():  # what is pinned in the host's memory is not
+        later[parameter] = storage.nbytes()
+        storage.resize_(0)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
