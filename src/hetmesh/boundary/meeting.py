@@ -53,7 +53,8 @@ def from_first_rank(decide: Callable[[], str], timeout: timedelta) -> str:
         found = store.get("found").decode()
         if store.add("read", 1) == size:
             store.set("all have read", "")
-        store.wait(["all have read"])  # who hosts it may end now
+        if rank == 0:  # it may host the store, which others need until then
+            store.wait(["all have read"])
     except dist.DistError as error:
         first = str(error).strip().partition("\n")[0]
         raise LaunchError(f"waiting for all ranks to know what rank 0 has decided failed: {first}") from error
