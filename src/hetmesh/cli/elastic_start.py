@@ -68,9 +68,12 @@ def choose(path: Path, recipe: Recipe, overrides: Sequence[str], ranks: int) -> 
         found = [_planned(path, recipe, overrides, ranks, str(error))]
     now = fastest(list(map(PredictedLayout.of, found))).layout if len(found) > 1 else found[0]
     run = resumable(recipe)
-    if run is None:
+    try:
+        last = None if run is None else run_recipe(run.path)
+    except RecipeError:  # of another version, say; resuming compares the checkpoint's own
+        last = None
+    if run is None or last is None:
         return now.recipe, layout_line(PredictedLayout.of(now))
-    last = run_recipe(run.path)
     if same_layout(now.recipe, last):
         return now.recipe, ""
     before = last_layout([*layouts, *_planned_before(recipe, last.world_size)], last)
