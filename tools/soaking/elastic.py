@@ -53,7 +53,7 @@ TINY = {
     ("checkpoint", "interval"): 3,
     ("checkpoint", "keep_latest_k"): 0,
 }
-RENDEZVOUS = {"is_host": 0, "last_call_timeout": 8, "keep_alive_interval": 2, "keep_alive_max_attempt": 4}
+RENDEZVOUS = {"is_host": 0, "last_call_timeout": 15, "keep_alive_interval": 3, "keep_alive_max_attempt": 6}
 STORE = (
     "import sys, time; from torch.distributed import TCPStore\n"
     "store = TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False, multi_tenant=True)\n"
