@@ -45,6 +45,8 @@ RUN_BY = {
         "torchrun --nproc-per-node 4 -m hetmesh train recipes/digits.toml": (f"{COMMANDS}::test_torchrun",),
         "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d": (f"{COMMANDS}::test_torchrun",),
         "srun --nodes 2 --ntasks 4": (f"{COMMANDS}::test_srun",),
+        "[elastic]": ("tests/cli/test_elastic_start.py::test_the_tables_of_the_page_are_read",),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun": ("tests/tools/test_soak.py::test_agents_come_and_go",),
     },
     "src/hetmesh/planner/README.md": {
         "hetmesh plan recipes/siglip_qwen3_8b.toml": (f"{COMMANDS}::test_plan_then_look_at_the_plan",),

@@ -4,6 +4,7 @@
     python tools/soak.py pools --n 300             # worker pools of hetmesh.testing, to their first collective
     python tools/soak.py kills --n 200             # a run of four workers, killed anywhere and started again
     python tools/soak.py restarts --n 5            # workers of torchrun --max-restarts are killed
+    python tools/soak.py elastic --n 20            # torchrun's agents are killed, and others come: 8, 6, 4, 8 ranks
     python tools/soak.py launches --n 300 --json   # one JSON object, and nothing else on standard output
 
 `--output FILE` also keeps the JSON object; with `--add` the counts and seconds that FILE holds are added to. The exit
@@ -35,6 +36,7 @@ JUDGES = {
     "pools": ("src/hetmesh/boundary", "src/hetmesh/testing/pool.py", "src/hetmesh/_processes.py", "tools/soak.py"),
     "kills": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/data", "src/hetmesh/training", "tools/soaking"),
     "restarts": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/training", "tools/soaking"),
+    "elastic": ("src/hetmesh/boundary", "src/hetmesh/cli", "src/hetmesh/training", "tools/soaking"),
 }
 """What an output of each judges (`kept.py`)."""
 
@@ -96,7 +98,7 @@ def sum_of_ranks(rank: int) -> float:
 
 KINDS: dict[str, Callable[[float], str | None]] = {"launches": launch, "pools": pool}
 
-DRAWN = ("kills", "restarts")  # modules of soaking/
+DRAWN = ("kills", "restarts", "elastic")  # modules of soaking/
 
 
 def soak(kind: str, n: int, limit: float, before: dict[str, Any]) -> dict[str, Any]:

@@ -50,3 +50,12 @@ def test_a_process_left_behind_is_found(soak, monkeypatch):
 def test_pools_start_again_and_again(soak, capsys):
     assert soak.main(["pools", "--n", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hangs"] == 0
+
+
+@pytest.mark.exhaustive
+def test_agents_come_and_go(soak, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(FILE.parent))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")  # which it sets
+    assert soak.main(["elastic", "--n", "1", "--json"]) == 0
+    (ranks,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert (ranks[0], min(ranks), ranks[-1]) == (8, 4, 8)

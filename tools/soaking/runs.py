@@ -52,13 +52,22 @@ class Start:
         arguments: of `hetmesh train`, behind the recipe.
         printed: the file for what it prints.
         command: starts Python's module hetmesh; empty: fork.
+        recipe, keys: what is trained, and overrides that come before `arguments`.
     """
 
-    def __init__(self, arguments: Sequence[str], printed: Path, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        printed: Path,
+        command: Sequence[str] = (),
+        *,
+        recipe: Path = ROOT / "recipes" / "digits.toml",
+        keys: Sequence[str] = KEYS,
+    ) -> None:
         self.printed, self.began = printed, time.monotonic()
         self.status: int | None = None
         self._leaders: set[int] = set()
-        told = ["train", str(ROOT / "recipes" / "digits.toml"), *KEYS, *arguments]
+        told = ["train", str(recipe), *keys, *arguments]
         self.pid = os.fork()
         if not self.pid:
             _become(told, printed, command)

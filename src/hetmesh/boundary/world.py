@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from hetmesh.boundary.backend import Backend, Nccl
 from hetmesh.boundary.collective_clock import timed_collective
 from hetmesh.boundary.local_peers import LocalPeers
 from hetmesh.boundary.log import CommunicationLog
+from hetmesh.boundary.meeting import join
 from hetmesh.boundary.process_groups import Channel
 from hetmesh.boundary.transport import MEMORY
 from hetmesh.boundary.watchdog import Watchdog, check_timeout, timed_out
@@ -35,7 +35,6 @@ T = TypeVar("T")
 _MAX_CLOSING_S = 30.0  # that a rank which is done waits for others on its host to read what it sent
 
 _current: World | None = None
-_joined = 0  # jobs that this process has joined; equal on all ranks
 
 
 class World:
@@ -307,35 +306,13 @@ def init(
     if backend.device_type == "cuda":
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        _join(backend.name, backend.group_timeout(init_timeout))
+        join(backend.name, backend.group_timeout(init_timeout))
     world = _current = World(timeout=init_timeout, backend=backend, accelerator=accelerator)
     world.connect()
     if timeout > init_timeout:  # the default group would give up before the watchdog speaks
         world.set_timeout(timeout)
     world.timeout = world.watchdog.timeout = timeout
     return world
-
-
-def _join(backend: str, timeout: timedelta) -> None:
-    """`init_process_group`, of the environment or, where there is none, of one rank.
-
-    A launcher's store outlives the process groups made from it, with the addresses of their sockets: what is made
-    after those are destroyed would look there for peers that are gone. So each has keys of its own, also after torchrun
-    has restarted all workers: torch 2.13's agents give them the store of the attempt before.
-    """
-    global _joined
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    with one_gloo_device():
-        if "RANK" not in os.environ:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        elif _joined == 0 and restarts == "0":
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
-            store = dist.PrefixStore(f"hetmesh_{restarts}_{_joined}", store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    _joined += "RANK" in os.environ
 
 
 def _device_type(device: str | None) -> str:

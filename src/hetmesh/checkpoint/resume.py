@@ -24,7 +24,7 @@ from hetmesh.recipe.section import freeze
 from hetmesh.recipe.sections import Module, ModuleParallelism
 from hetmesh.resolve.directories import References
 
-FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation"})
+FREE = frozenset({"job", "checkpoint", "metrics", "profiling", "comm", "validation", "elastic"})
 """Tables that do not affect what is trained; their changes are not reported."""
 
 REFUSED = frozenset({"data.source", "data.mixture", "data.order", "training.dtype", "debug.seed"})

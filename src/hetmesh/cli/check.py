@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetmesh._processes import no_garbage_collection
@@ -29,6 +30,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with no_garbage_collection():
         recipe = load_recipe(args.recipe, overrides)
         resolved, lines = checked(recipe)
+        if recipe.elastic:
+            from hetmesh.resolve.elastic import check_layouts, run_layouts
+
+            lines.insert(0, check_layouts(run_layouts(Path(args.recipe), recipe, overrides)))
     from hetmesh.resolve.summary import expansion, parameters
 
     first_note = next((i for i, line in enumerate(lines) if line.startswith("note: ")), len(lines))

@@ -53,9 +53,19 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Be one of a launcher's workers. What is wrong with the recipe is the same on every rank, so rank 0 says it."""
     rank, path = place.rank, args.recipe
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; killed itself, it would leave workers
+        die_with_parent(os.getppid())
     try:
         recipe = load_recipe(path, overrides)
-        if place.size != recipe.world_size:
+        if recipe.elastic:
+            from hetmesh.cli.elastic_start import agreed_recipe
+
+            _settle(place)
+            agreed = agreed_recipe(Path(path), recipe, overrides, place.size)
+            if agreed is None:  # rank 0 says why
+                return USAGE_ERROR
+            recipe = agreed
+        elif place.size != recipe.world_size:
             raise RecipeError(_wrong_size(place, path, recipe.world_size))
         resolved, summary = checked(recipe, files=False)  # not by each of many ranks
         if rank == 0:
@@ -64,12 +74,13 @@ def _join(place: Place, args: argparse.Namespace, overrides: Sequence[str]) -> i
         if rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except LaunchError as error:
+        print(f"error: rank {rank}: {error}", file=sys.stderr)
+        return FAILURE
     if rank == 0:
         _announce(recipe, summary)
         if place.note:
             print(place.note, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; killed itself, it would leave workers
-        die_with_parent(os.getppid())
     _settle(place)
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -118,7 +129,7 @@ def _wrong_size(place: Place, path: str, needed: int) -> str:
         f"{path} describes {needed} ranks, but {place.launcher} started {names.get(place.launcher, '')}{place.size}; "
         f"start {needed} ({how.get(place.launcher, f'{place.launcher} -n {needed} hetmesh train ...')}), or change the "
         f"ranks under [parallelism]: `hetmesh plan {path} --ranks {place.size} --write FILE.toml` finds a layout for "
-        f"{place.size}, and a checkpoint of any layout goes on in it"
+        f"{place.size}, and a checkpoint of any layout goes on in it (by itself where [elastic] layouts names it)"
     )
 
 

@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, type[sections.Section]] = {
     "validation": sections.Validation,
     "profiling": sections.Profiling,
     "comm": sections.Comm,
+    "elastic": sections.Elastic,
     "debug": sections.Debug,
 }
 """Every table of a recipe and the class that holds its keys."""

@@ -51,6 +51,7 @@ class Recipe(sections.Section):
     validation: sections.Validation = sections.Validation()
     profiling: sections.Profiling = sections.Profiling()
     comm: sections.Comm = sections.Comm()
+    elastic: sections.Elastic = sections.Elastic()
     debug: sections.Debug = sections.Debug()
     without_effect: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # keys that are taken but do nothing, in words
 
@@ -202,6 +203,8 @@ def parse_recipe(given: str | Mapping[str, Any], overrides: Sequence[str] = ()) 
         _ = recipe.batch
     _check_balance(recipe, refusals)
     _check_data(recipe, refusals)
+    if recipe.elastic and not recipe.checkpoint.enable:
+        refusals.add("elastic: it takes checkpoint.enable = true; without, a run in another layout would begin anew")
     refusals.finish()
     return recipe
 

@@ -378,6 +378,17 @@ class Balance(Section):
     split_deferred_backward: bool = False  # of an encoder, for what is deferred by itself; false: whole, one slot late
 
 
+class Elastic(Section):
+    """`[elastic]`: other layouts of the run, for when the number of its ranks changes (torchrun `--nnodes MIN:MAX`): of
+    those with as many ranks as there are, the one that is predicted to be the fastest in memory that there is."""
+
+    layouts: tuple[str, ...] = ()  # recipes beside this one's file, which differ from it in their layout alone
+    plan: bool = False  # where none has as many ranks, the planner finds a layout
+
+    def __bool__(self) -> bool:
+        return self.plan or bool(self.layouts)
+
+
 class Debug(Section):
     """`[debug]`: reproducibility."""
 

@@ -73,7 +73,7 @@ _NO_FP8 = "leave it out; hetmesh computes in float32 or bfloat16"
 _DATA = "[data] source and [data.options]"
 _EXPERT_TP = "leave it out; tensor parallel ranks split experts as they split all else"
 _RECORDER = "torch's flight recorder takes its settings from the environment (TORCH_FR_BUFFER_SIZE)"
-_NO_FT = "leave it out; a run that was killed resumes from its last checkpoint"
+_NO_FT = "leave it out; a run that was killed resumes from its last checkpoint, with [elastic] also on other ranks"
 _HF_WEIGHTS = "leave it out; [modules.<name>] initial_load_path or [model] hf_path takes a Hugging Face directory"
 _WORKERS = "write [data] num_workers"
 

@@ -335,6 +335,12 @@ def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str,
     return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
 
 
+def steps_after(folder: Path, step: int) -> int:
+    """How many steps after `step` a run's metrics.jsonl knows. Raises OutputError: see `trim_metrics`."""
+    _, later = _kept_lines(folder / METRICS_FILE, step)
+    return later[-1]["step"] - step if later else 0
+
+
 def _kept_lines(path: Path, step: int) -> tuple[list[tuple[str, dict[str, Any]]], list[dict[str, Any]]]:
     """The lines of metrics.jsonl up to `step` and what they hold, and what later ones hold; without a last one that a
     kill cut short. Raises OutputError: see `trim_metrics`."""

@@ -25,7 +25,12 @@ MAX_PREPARED = 4
 
 
 def simulate_recipe(
-    resolved: ResolvedRecipe, *, machine: str | None = None, profile: str | None = None, beside: Sequence[str] = ()
+    resolved: ResolvedRecipe,
+    *,
+    machine: str | None = None,
+    profile: str | None = None,
+    beside: Sequence[str] = (),
+    model: StepModel | None = None,
 ) -> Timeline:
     """Simulate the first step of a recipe: one process, no process group, no weights.
 
@@ -34,6 +39,7 @@ def simulate_recipe(
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
         beside: modules whose kernels run in others' collectives (`simulate.beside`), though the recipe does not have
             them do so. Where it has (`bubble_fill_in_collectives`) these are all before the LLM.
+        model: in place of that of `machine` and `profile`.
 
     Raises:
         RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.
@@ -43,7 +49,7 @@ def simulate_recipe(
     if wrong := [name for name in beside if name not in encoders]:
         valid = ", ".join(encoders)
         raise RecipeError(f"beside = {wrong[0]!r}: only modules before {recipe.llm!r} can run beside it: {valid}")
-    plan, model = resolved.plan(resolved.loader().batch(0).metas), resolved.step_model(machine, profile)
+    plan, model = resolved.plan(resolved.loader().batch(0).metas), model or resolved.step_model(machine, profile)
     if beside and recipe.fills_bubbles and not recipe.schedule_key("bubble_fill_in_collectives"):
         schedule = fill_bubbles(model, plan, True, schedule_options(recipe), beside=beside)
     elif machine or profile:
