@@ -1,0 +1,191 @@
+"""`hetmesh tune`: its search over a table of made steps, and the command on real ranks."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from hetmesh.cost import Machine
+from hetmesh.planner import LayoutPlan
+from hetmesh.planner.layout_plan import ModulePlan
+from hetmesh.training.tune.constants import corrected_memory, with_factors
+from hetmesh.training.tune.findings import Finding, Findings
+from hetmesh.training.tune.guesses import Guess
+from hetmesh.training.tune.tuner import Tuner
+from hetmesh.training.tune.turns import FIRST
+
+TRUE = Machine(
+    "made",
+    "here",
+    {"float32": 1e11},
+    memory_bytes=1000,
+    memory_bandwidth=1e10,
+    node_bandwidth=1e9,
+    efficiency=0.5,
+    operation_overhead=1e-4,
+    action_overhead=1e-4,
+    step_overhead=1e-2,
+    node_latency=1e-4,
+)
+DEGREES = ((1, 1, 2, 1, 1), (1, 2, 1, 1, 1), (1, 1, 1, 1, 2), (2, 1, 1, 1, 1))
+
+
+def module(degrees, again="none"):
+    return ModulePlan((0, 2), degrees, again)
+
+
+PLANS = [
+    LayoutPlan(
+        "homogeneous" if vision == llm else "colocated",
+        {"vision": module(vision), "llm": module(llm, again)},
+        "1f1b",
+        size,
+    )
+    for vision in DEGREES
+    for llm in DEGREES
+    for again in ("none", "full")
+    for size in (1, 2, 4)
+]
+
+
+class MadeLayouts:
+    """Layouts of which every step is a sum over constants, as the simulator's mostly is."""
+
+    complete = True
+
+    def __init__(self, plans=PLANS):
+        self.plans = {str(plan): plan for plan in plans}
+        self.common = {name for name, plan in self.plans.items() if plan.placement == "homogeneous"}
+        self.problem = SimpleNamespace(ranks=2)
+
+    def limit(self, machine):
+        return machine.memory_bytes
+
+    def guesses(self, machine, names=None, *, parts=False):
+        return {name: self.guess(machine, self.plans[name]) for name in (self.plans if names is None else names)}
+
+    def guess(self, m, plan):
+        count, parts = 16 // plan.microbatch_size, {"sums": 0.0, "optimizer": m.step_overhead, "collectives": 0.0}
+        held = m.context_bytes + 40 * plan.microbatch_size
+        for name, flops in (("vision", 4e8), ("llm", 2e9)):
+            pp, _, shard, _, tp = plan.modules[name].degrees
+            again = 4 / 3 if plan.modules[name].activation_checkpoint == "full" else 1.0
+            rate = m.efficiency * m.peak_flops["float32"]
+            each = again * (flops / rate / 2 + 20 * m.operation_overhead) * (1 + (pp > 1) / count) + m.action_overhead
+            sent = (tp > 1) * 8 * (m.node_latency + 1e5 / m.node_bandwidth)
+            sent += (shard > 1) * 4 * (m.node_latency + 4e5 / m.node_bandwidth)
+            parts |= {
+                f"{name} forward": count * (each / 3 + sent / 2),
+                f"{name} backward": count * (2 * each / 3 + sent / 2),
+            }
+            parts["collectives"] += count * sent
+            parts["optimizer"] += 1e7 / m.memory_bandwidth / (2 if shard > 1 else 1)
+            held += (200 if shard == 1 else 100) + (100 if again == 1 else 0)
+        seconds = sum(parts.values()) - parts["collectives"]
+        return Guess(seconds, held - m.context_bytes, m.context_bytes, held <= m.memory_bytes, parts)
+
+
+def off(name):
+    """What the simulator does not know of a layout: up to 4%."""
+    return 1 + 0.04 * math.sin(sum(map(ord, name)))
+
+
+def ran(layouts, turn, *, limit=1000):
+    """The turn of a layout in truth."""
+    guess = layouts.guess(TRUE, layouts.plans[turn.layout])
+    if guess.peak_bytes > limit:
+        return Finding(turn.layout, spent_s=1.0, failed="rank 0: OutOfMemoryError", out_of_memory=True)
+    steps = tuple(guess.seconds * off(turn.layout) * (1 + 0.01 * math.cos(i)) for i in range(turn.steps))
+    return Finding(turn.layout, steps, guess.parts, 0, 1.0)
+
+
+WRONG = {
+    "efficiency": 1,
+    "memory_bandwidth": -1,
+    "operation_overhead": -1,
+    "action_overhead": -1,
+    "step_overhead": -1,
+    "node_bandwidth": -1,
+    "node_latency": 1,
+}
+
+
+def wrong(sign):
+    return with_factors(TRUE, {name: sign * way * math.log(3) for name, way in WRONG.items()})
+
+
+def searched(tuner, **truth):
+    while (turn := tuner.next()) is not None:
+        tuner.add(ran(tuner.layouts, turn, **truth))
+    return tuner
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_best_of_many_is_found_from_wrong_constants(sign):
+    """Few of 96 run, the best among them; those that did not are predicted."""
+    layouts = MadeLayouts()
+    tuner = searched(Tuner(layouts, wrong(sign), Findings()))
+    truth = {name: layouts.guess(TRUE, plan).seconds * off(name) for name, plan in layouts.plans.items()}
+    before, after = (
+        sum(abs(seconds[name] / truth[name] - 1) for name in truth) / len(truth)
+        for seconds in (tuner.before, tuner.ranking.seconds)
+    )
+    assert truth[tuner.best] <= 1.03 * min(truth.values())
+    assert len(tuner.findings.seconds) <= len(truth) / 5
+    assert after < 0.08 < 0.3 < before
+    assert layouts.common & tuner.findings.seconds.keys()
+
+
+def test_what_is_killed_goes_on_where_it_was(tmp_path):
+    """Every next turn follows from the file, also the fit from where it was; a layout whose process died has failed."""
+    path = tmp_path / "tune.json"
+    tuner, turns = Tuner(MadeLayouts(), wrong(1), Findings("a", path)), []
+    while (turn := tuner.next()) is not None:
+        turns.append(turn)
+        again = Tuner(MadeLayouts(), wrong(1), Findings.load(path, "a"))
+        assert again.next() == turn
+        tuner.add(ran(tuner.layouts, turn))
+    assert len(turns) > 4
+    tuner.findings.begin(turns[-1].layout)
+    assert Findings.load(path, "a").failed[turns[-1].layout].out_of_memory
+    assert not Findings.load(path, "another recipe").each
+
+
+def test_no_turn_begins_that_would_end_beyond_the_budget():
+    tuner = searched(Tuner(MadeLayouts(), wrong(1), Findings(), budget=3.5))
+    assert tuner.findings.spent_s == 3.0
+    assert tuner.best is not None
+
+
+def test_what_scatters_more_than_layouts_differ_is_left():
+    """No layout is asked that could win by less than scatter."""
+    plans = PLANS[:8]
+    tuner = Tuner(MadeLayouts(plans), TRUE, Findings())
+    for _ in range(FIRST):
+        turn = tuner.next()
+        tuner.add(Finding(turn.layout, (0.5, 1.0, 1.5), {}, 0, 1.0))
+    assert tuner.findings.scatter == 0.5
+    turn = tuner.next()
+    assert turn is None or turn.layout in tuner.findings.seconds
+
+
+def test_a_layout_that_runs_out_of_memory_corrects_what_is_held():
+    """Those that hold as much are no candidates any more, and the search goes on without them."""
+    layouts = MadeLayouts()
+    tuner = searched(Tuner(layouts, wrong(1), Findings()), limit=500)
+    failed = [layouts.guess(TRUE, layouts.plans[name]).peak_bytes for name in tuner.findings.failed]
+    assert failed
+    left = [layouts.guess(tuner.machine, layouts.plans[name]) for name in tuner.ranking.seconds]
+    assert max(guess.peak_bytes for guess in left) < min(failed)
+    assert tuner.best is not None
+    unknown = replace(TRUE, memory_bytes=0)
+    assert 0 < corrected_memory(layouts, unknown, tuner.findings).memory_bytes <= min(failed) * 10 / 9
+
+
+def test_a_measured_peak_corrects_the_context():
+    layouts = MadeLayouts()
+    name = next(iter(layouts.plans))
+    held = layouts.guess(TRUE, layouts.plans[name]).peak_bytes
+    found = Findings(each=[Finding(name, (1.0,), {}, held + 70)])
+    assert corrected_memory(layouts, TRUE, found).context_bytes == 70
