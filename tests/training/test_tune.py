@@ -10,7 +10,7 @@ from hetmesh.cost import Machine
 from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import ModulePlan
 from hetmesh.training.tune.constants import corrected_memory, with_factors
-from hetmesh.training.tune.findings import Finding, Findings
+from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
 from hetmesh.training.tune.tuner import Tuner
 from hetmesh.training.tune.turns import FIRST
@@ -147,8 +147,11 @@ def test_what_is_killed_goes_on_where_it_was(tmp_path):
         assert again.next() == turn
         tuner.add(ran(tuner.layouts, turn))
     assert len(turns) > 4
-    tuner.findings.begin(turns[-1].layout)
-    assert Findings.load(path, "a").failed[turns[-1].layout].out_of_memory
+    tuner.findings.begin("one")
+    again = Findings.load(path, "a")  # it may have been killed from outside
+    assert "one" not in again.failed
+    again.begin("one")
+    assert Findings.load(path, "a").failed["one"].failed == DIED
     assert not Findings.load(path, "another recipe").each
 
 

@@ -17,8 +17,7 @@ from hetmesh.files import read_object, read_text, writing
 from hetmesh.recipe.recipe import load_recipe
 
 if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
-    from hetmesh.planner import Problem
-    from hetmesh.training.tune.tuner import Asked, Tuner
+    from hetmesh.training.tune.tuner import Asked
 
 MOST_STARTS = 20  # of workers, of which one died with a layout
 
@@ -36,10 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="keep to this, as in `hetmesh plan`; may be repeated",
     )
-    parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
     parser.add_argument("--budget", metavar="SECONDS", type=float, help="begin no turn that would end later")
     parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -48,7 +45,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with no_blas_threads():
         recipe = load_recipe(args.recipe, overrides)
         import torch
-    for name, value in (("--ranks", args.ranks), ("--memory", args.memory), ("--budget", args.budget)):
+    for name, value in (("--ranks", args.ranks), ("--budget", args.budget)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} {value}: must be above 0")
     from hetmesh.cli.launch import launch
@@ -68,13 +65,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         args.machine,
         args.profile,
         fixed_keys(args.fix),
-        None if args.memory is None else math.ceil(args.memory * 1e9),
         args.budget,
         folder,
     )
     for _ in range(MOST_STARTS):
         try:
-            launch(_tune, asked.ranks, asked, args.json)
+            launch(_tune, asked.ranks, asked)
             return 0
         except LaunchError as error:
             running = read_object(folder / STATE_FILE).get("running")
@@ -84,21 +80,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
 
-def _tune(asked: Asked, as_json: bool) -> None:
+def _tune(asked: Asked) -> None:
     """On every rank."""
-    from hetmesh.report.tune_view import result_json, result_text, save_result, turn_line
+    from hetmesh.report.tune_view import result_text, save_result, turn_line
     from hetmesh.training.tune.tuner import tune
 
-    known: list[tuple[Tuner, Problem]] = []
-
-    def report(tuner: Tuner, problem: Problem) -> None:
-        known[:] = [(tuner, problem)]
-        if not as_json and tuner.findings.each:
-            print(turn_line(tuner), flush=True)
-
-    tune(asked, report)
-    for tuner, problem in known:
-        files = save_result(asked, tuner, problem)
-        print(result_json(tuner, files) if as_json else result_text(tuner, files), flush=True)
-        if tuner.best is None:
-            raise UsageError("no layout ran")
+    tuner = tune(asked, lambda tuner: print(turn_line(tuner), flush=True))
+    if tuner is None:  # another rank
+        return
+    print(result_text(tuner, save_result(asked, tuner)), flush=True)
+    if tuner.best is None:
+        raise UsageError("no layout ran")

@@ -1,4 +1,4 @@
-"""What `hetmesh tune` found: predicted beside measured steps, as lines, JSON and a page, and the files it writes."""
+"""What `hetmesh tune` found: predicted beside measured steps, as lines and as a page, and the files it writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 from hetmesh.cost import machine_toml
 from hetmesh.errors import UsageError
-from hetmesh.files import to_json, writing
+from hetmesh.files import writing
 from hetmesh.formatting import counted, table
-from hetmesh.planner import Problem
 from hetmesh.report.page import render
 from hetmesh.report.page_parts import Advice, PageSection, PageTable, Picture, State, Tile, pairs_figure
 from hetmesh.training.tune.constants import BUSY, LEAST
@@ -65,7 +64,7 @@ def _summary(tuner: Tuner) -> tuple[str, str]:
 
 
 def result_text(tuner: Tuner, files: list[Path]) -> str:
-    """Tables for people."""
+    """All of it. `files`: what `save_result` wrote."""
     lines = [*table(list(_rows(tuner))), "", *table(list(_constants(tuner))), "", *_summary(tuner)]
     if files:
         lines.append(f"wrote {', '.join(map(str, files))}")
@@ -73,30 +72,12 @@ def result_text(tuner: Tuner, files: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def result_json(tuner: Tuner, files: list[Path]) -> str:
-    """The same for programs."""
-    findings, ranking = tuner.findings, tuner.ranking
-    layouts = [
-        {
-            "layout": name,
-            "measured_s": findings.seconds.get(name),
-            "predicted_s": ranking.seconds.get(name),
-            "simulated_s": ranking.simulated.get(name),
-            "before_s": tuner.before.get(name),
-            "failed": findings.failed[name].failed if name in findings.failed else "",
-        }
-        for name in tuner.layouts.plans
-    ]
-    known = {"best": tuner.best, "scatter": findings.scatter, "spent_s": findings.spent_s}
-    return to_json({**known, "layouts": layouts, "files": list(map(str, files))}, indent=2)
-
-
-def save_result(asked: Asked, tuner: Tuner, problem: Problem) -> list[Path]:
+def save_result(asked: Asked, tuner: Tuner) -> list[Path]:
     """Write the recipe, the machine and, where what it needs is installed, the page. Returns their paths; none where no
     layout ran. Raises OutputError: one cannot be written."""
     if tuner.best is None or asked.folder is None:
         return []
-    text = asked.recipe_text(problem, tuner.layouts.plans[tuner.best])
+    text = asked.recipe_text(tuner.layouts.problem, tuner.layouts.plans[tuner.best])
     ran, when = counted(len(tuner.findings.seconds), "layout"), datetime.now(UTC).date()
     comment = f"{tuner.given.name}, fitted by hetmesh tune to real steps of {ran}, {when}"
     files = {RECIPE: text, MACHINE: machine_toml(tuner.machine, comment)}

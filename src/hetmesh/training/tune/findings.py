@@ -13,6 +13,7 @@ from hetmesh.files import from_json, read_file, write_json
 
 LEAST_SCATTER = 0.005
 """Of a step: no clock and no machine is better."""
+DIED = "processes died with it, twice (out of memory?)"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Findings:
         of: what they are findings about; those of something else are of no use.
         path: of the file; None: there is none.
         each: the findings.
-        running: the layout that has begun and is not over: where a file says so, its process died.
+        running, begun: the layout that has begun and is not over, and how often: where a file says so, a process died.
         factors: logarithms by which the fit has changed the machine's constants so far.
         peak_flops: of the machine, as measured at the first start where its file has none.
     """
@@ -55,6 +56,7 @@ class Findings:
     path: Path | None = None
     each: list[Finding] = field(default_factory=list)
     running: str = ""
+    begun: int = 0
     factors: dict[str, float] = field(default_factory=dict)
     peak_flops: dict[str, float] = field(default_factory=dict)
 
@@ -62,38 +64,38 @@ class Findings:
         """Raises OutputError: the file cannot be written."""
         if self.path is not None:
             each = [asdict(finding) for finding in self.each]
-            known = {"of": self.of, "running": self.running, "factors": self.factors, "peak_flops": self.peak_flops}
+            known = {name: getattr(self, name) for name in ("of", "running", "begun", "factors", "peak_flops")}
             write_json(self.path, {**known, "findings": each}, indent=1)
 
     @classmethod
     def load(cls, path: Path, of: str) -> Findings:
-        """What `save` wrote; empty where there is none, or it is of something else. A layout whose process died has
-        failed. Raises UsageError: the file is none that `save` wrote."""
+        """What `save` wrote; empty where there is none, or it is of something else. A layout with which processes
+        died twice has failed: once may have been a kill. Raises UsageError: the file is none that `save` wrote."""
         if not path.exists():
             return cls(of, path)
         try:
             raw = from_json(read_file(path))
             each = [Finding(**(own | {"steps": tuple(map(float, own["steps"]))})) for own in raw["findings"]]
             numbers = ({k: float(v) for k, v in raw[key].items()} for key in ("factors", "peak_flops"))
-            found = cls(str(raw["of"]), path, each, str(raw["running"]), *numbers)
+            found = cls(str(raw["of"]), path, each, str(raw["running"]), int(raw["begun"]), *numbers)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: not one that `hetmesh tune` wrote ({error}); move it away") from error
         if found.of != of:
             return cls(of, path)
-        if found.running:
-            died = "its process died (out of memory?)"
-            found.add(Finding(found.running, failed=died, out_of_memory=True))
+        if found.begun > 1:
+            found.add(Finding(found.running, failed=DIED))
         return found
 
     def begin(self, layout: str) -> None:
         """A turn begins."""
+        self.begun = self.begun + 1 if layout == self.running else 1
         self.running = layout
         self.save()
 
     def add(self, finding: Finding) -> None:
         """A turn is over."""
         self.each.append(finding)
-        self.running = ""
+        self.running, self.begun = "", 0
         self.save()
 
     @property

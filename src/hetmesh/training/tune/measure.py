@@ -31,13 +31,16 @@ def measure(recipe: Recipe, layout: str, steps: int, world: World, payloads: Pay
     """Build the modules as `recipe` lays them out and take its first steps; equal on all ranks, on each of which it is
     called. `layout`: the name of the finding. Raises whatever building or a step raises on this rank."""
     started = time.perf_counter()
-    _forget_peak(world)
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
     steps_of = _Steps(build(recipe, world, payloads))
     try:
         taken = [steps_of.take(recorded=i == WARM_UP + steps) for i in range(WARM_UP + steps + 1)]
     finally:
         steps_of.job.upcoming.close()
-    mine = taken[WARM_UP:-1], steps_of.parts, _peak_bytes(world)
+    mine = taken[WARM_UP:-1], steps_of.parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
     everyone = gather_objects(mine, world, "what other ranks measured")
     names = sorted({name for _, parts, _ in everyone for name in parts})
     return Finding(
@@ -98,16 +101,6 @@ def _parts(recording: Recording, collectives: list[tuple[bool, float, float]]) -
             parts[part_name(KINDS[WORK[action.kind]], str(action.target))] += stop - start
     parts[COLLECTIVES] = sum(stop - start for gathers, start, stop in collectives if not gathers)
     return dict(parts)
-
-
-def _forget_peak(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
-
-
-def _peak_bytes(world: World) -> int:
-    return torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else 0
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -95,7 +95,7 @@ class Asked:
     Attributes:
         recipe, path, text, overrides: the recipe, and what it was read from.
         ranks: how many there are.
-        machine, profile, fixed, memory_bytes: as of `recipe_problem`.
+        machine, profile, fixed: as of `recipe_problem`.
         budget: see `Tuner`.
         folder: where the findings are kept; None: nowhere.
     """
@@ -108,14 +108,13 @@ class Asked:
     machine: str | None = None
     profile: str | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    memory_bytes: int | None = None
     budget: float | None = None
     folder: Path | None = None
 
     def problem(self) -> tuple[Problem, int]:
         """What the planner works on, and of how many batches means are taken."""
-        given = {"machine": self.machine, "ranks": self.ranks, "profile": self.profile, "fixed": self.fixed}
-        problem = recipe_problem(resolve(self.recipe), **given, memory_bytes=self.memory_bytes)
+        asked = {"machine": self.machine, "ranks": self.ranks, "profile": self.profile, "fixed": self.fixed}
+        problem = recipe_problem(resolve(self.recipe), **asked)
         return certified(problem, recipe_macro_batch(problem))
 
     def recipe_text(self, problem: Problem, plan: LayoutPlan) -> str:
@@ -127,7 +126,7 @@ class Asked:
         """Of what findings are about."""
         machine = load_machine(self.machine or self.recipe.metrics.machine or "cpu")
         recipe = self.recipe.model_dump_json(by_alias=True)
-        about = recipe, machine, self.profile, self.ranks, sorted(self.fixed.items()), self.memory_bytes
+        about = recipe, machine, self.profile, self.ranks, sorted(self.fixed.items())
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
 
@@ -139,8 +138,9 @@ def parsed(asked: Asked, text: str) -> Recipe:
     return recipe
 
 
-def tune(asked: Asked, report: Callable[[Tuner, Problem], None]) -> None:
-    """Tune on the ranks of this job, on each of which it is called. `report`: called on rank 0 after each turn.
+def tune(asked: Asked, report: Callable[[Tuner], None]) -> Tuner | None:
+    """Tune on the ranks of this job, on each of which it is called; on rank 0 the search comes back. `report`: called
+    there after each turn.
 
     A layout that fails is a finding. Ranks that wait for one that failed lose their connections, so all leave the job
     and meet in a new one. Where they do not all come, this raises; started again, it goes on behind that layout.
@@ -169,6 +169,7 @@ def tune(asked: Asked, report: Callable[[Tuner, Problem], None]) -> None:
                     found = _failed(layout, gather_objects((said, full), world, "why a layout failed"), started)
                 if deciding is not None:
                     deciding.add(found)
+            return None if deciding is None else deciding.tuner
         finally:
             if world is not None:
                 world.close()
@@ -185,7 +186,7 @@ def _failed(layout: str, everyone: Sequence[tuple[str, bool]], started: float) -
 class _Deciding:
     """What rank 0 does between turns."""
 
-    def __init__(self, asked: Asked, report: Callable[[Tuner, Problem], None]) -> None:
+    def __init__(self, asked: Asked, report: Callable[[Tuner], None]) -> None:
         self.asked, self.report = asked, report
         problem, batches = asked.problem()
         path = None if asked.folder is None else asked.folder / STATE_FILE
@@ -204,7 +205,6 @@ class _Deciding:
             plan = self.tuner.layouts.plans[turn.layout]
             try:
                 text = self.asked.recipe_text(self.problem, plan)
-                resolve(parsed(self.asked, text))
             except RecipeError as error:
                 self.add(Finding(turn.layout, failed=str(error).partition("\n")[0]))
                 continue
@@ -214,7 +214,7 @@ class _Deciding:
 
     def add(self, finding: Finding) -> None:
         self.tuner.add(finding)
-        self.report(self.tuner, self.problem)
+        self.report(self.tuner)
 
 
 def _agreed(deciding: _Deciding | None, world: World) -> tuple[str, str, int] | None:

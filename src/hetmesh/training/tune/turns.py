@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,13 +30,11 @@ degree, a schedule or another trait, and of one alone."""
 _CURIOUS, _DOUBT = 2.0, 0.7  # standard deviations that count in favour of what has not run: first, and later
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A layout that runs next, for so many timed steps, and why."""
+class Turn(NamedTuple):
+    """A layout that runs next, for so many timed steps."""
 
     layout: str
     steps: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -91,29 +90,25 @@ def rank(layouts: Layouts, guesses: Mapping[str, Guess], findings: Findings) -> 
 
 
 def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> Turn | None:
-    """Whose turn it is; None: what is left is not predicted to win."""
-    seconds, scatter, turns = findings.seconds, findings.scatter, findings.turns
+    """Whose turn it is; None: what is left is not predicted to win. `common`: layouts of which one runs early."""
+    seconds, turns = findings.seconds, findings.turns
     left = [name for name in ranking.seconds if name not in seconds and name not in findings.failed]
     if len(seconds) < FIRST and left:
-        if not common & seconds.keys() and (own := [name for name in left if name in common]) and seconds:
-            return Turn(min(own, key=lambda name: ranking.seconds[name]), STEPS, "the fastest common layout")
-        curious = 0.0 if not seconds else _CURIOUS
-        why = "predicted to be the fastest" if not seconds else "little is known of its like"
-        return Turn(min(left, key=lambda name: ranking.at_best(name, curious)), STEPS, why)
+        own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
+        curious = _CURIOUS if seconds and not own else 0.0
+        return Turn(min(own or left, key=lambda name: ranking.at_best(name, curious)), STEPS)
     if not seconds:
         return None
-    best = min(seconds.values())
+    best, scatter = min(seconds.values()), findings.scatter
     if left:
         hope = min(left, key=lambda name: ranking.at_best(name, _DOUBT))
         if ranking.at_best(hope, _DOUBT) < best * (1 - scatter):
-            return Turn(hope, STEPS, "may be faster than the fastest so far")
+            return Turn(hope, STEPS)
     for times in range(1, MOST_TURNS):
-        close = sorted(
-            (s, name) for name, s in seconds.items() if turns[name] >= times and s <= best * (1 + 2 * scatter)
-        )
-        if len(close) < 2:
-            return None
-        for _, name in close[: max(math.ceil(len(close) / 2), 2)]:
+        close = sorted((own, name) for name, own in seconds.items() if turns[name] >= times)
+        close = [each for each in close if each[0] <= best * (1 + 2 * scatter)]
+        half = close[: max(math.ceil(len(close) / 2), 2)] if len(close) > 1 else []
+        for _, name in half:
             if turns[name] == times:
-                return Turn(name, STEPS * 2**times, "close to the fastest")
+                return Turn(name, STEPS * 2**times)
     return None
