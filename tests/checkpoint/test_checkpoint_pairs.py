@@ -176,7 +176,7 @@ def chain(pool, folder, layouts, variant="all trained"):
         shutil.rmtree(again)
 
 
-CYCLE = ["tp 2, dp 2", "pp 2, fsdp 2", "overlapping, hsdp", "tp 2, dp 2"]
+CYCLE = ["tp 2, dp 2", "pp 2, fsdp 2", "overlapping, hsdp"]
 """Every axis of a mesh; the exhaustive tests have every pair."""
 
 

@@ -108,8 +108,9 @@ SHARED_BY_TWO = '[parallelism.vision]\nranks = "0-1"\n[parallelism.llm]\nranks =
 AGAIN = '[activation_checkpoint]\nmode = "full"'
 
 
+@pytest.mark.exhaustive  # what a layer keeps is compared in tests/cost/test_recurrence_costs.py
 @pytest.mark.slow
-@pytest.mark.parametrize("more", ["", pytest.param(AGAIN, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("more", ["", AGAIN])
 def test_the_predicted_peak_of_layers_with_a_recurrence_is_near(apart, tmp_path, monkeypatch, more):
     """States and inputs of convolutions are most of what such an LLM keeps. The second rank has the middle of each
     row, and so maps of all of its rows."""
@@ -133,7 +134,7 @@ IN_GAPS = (
 @pytest.mark.slow
 def test_what_a_generator_keeps_in_gaps_does_not_grow_with_the_microbatches(apart):
     """Beside what other modules on its rank hold meanwhile, of which schedules have more or less."""
-    counts = 6, 12
+    counts = 4, 8
     runs = [apart(dry, "digits_draw", 1, *IN_GAPS, f"--training.local_batch_size={8 * n}")[0] for n in counts]
     actions = [[span for span in run.actions if str(span.label).startswith("drawer.0 ")] for run in runs]
     assert [len(own) for own in actions] == [2 * n + 1 for n in counts]  # forwards, backwards, one sum

@@ -135,7 +135,7 @@ def one_per_replica(layout):
 
 
 @pytest.mark.slow
-@settings(max_examples=800)
+@settings(max_examples=400)
 @given(strategies.layout_pairs(8))
 def test_random_pairs(pair):
     check_everything(pair)

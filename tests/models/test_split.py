@@ -251,7 +251,7 @@ def test_sequence_parallelism_of_layers_of_which_nothing_is_known_is_refused(dir
     [
         (
             "[parallelism.llm]\ntensor_parallel_degree = 4",
-            r"degree = 4 does not divide linear_num_key_heads = 2 of modules.llm; valid degrees are \[1, 2\]",
+            r"divide linear_num_key_heads = 2 \(of its linear_attention layers\) of modules.llm; valid",
         ),
         (
             "[modules.llm]\nattention_mask = 'bidirectional_media'",

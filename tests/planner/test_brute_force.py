@@ -97,7 +97,8 @@ def test_the_optimum_is_that_of_brute_force(seed):
         assert filled or found.fastest.step_s == pytest.approx(best, rel=1e-9), found.fastest.plan
 
 
-@pytest.mark.parametrize("seed", some((36,), (36, 45, *OTHERS)))
+@pytest.mark.exhaustive  # other searches are compared with all candidates above
+@pytest.mark.parametrize("seed", [36, 45, *OTHERS])
 def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monkeypatch, seed):
     """The problems above are so small that a search simulates whatever there is; here it has to choose, as in large
     ones. Of seeds 4 to 49 38 find the optimum itself, and one misses it by 0.1%. Seven fail: where memory is nearly

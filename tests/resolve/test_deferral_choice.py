@@ -168,6 +168,7 @@ def trained(rank, recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # what a checkpoint says is above
 def test_a_run_that_goes_on_defers_as_before_and_its_report_says_so(given, pool, tmp_path):
     machine = tmp_path / "machine.toml"
     machine.write_text("memory_bytes = 1000\nmemory_bandwidth = 1e10\npeak_flops = { float32 = 5e10 }\n")

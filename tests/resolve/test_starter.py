@@ -168,6 +168,7 @@ def test_without_data_it_takes_random_ones(written):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # each of them is above or in test_readme_commands.py
 def test_readmes_four_commands_from_a_directory_and_a_folder_of_images(root, capsys, monkeypatch, start_training):
     """To a directory that transformers loads, on two ranks."""
     from transformers import AutoModelForImageTextToText

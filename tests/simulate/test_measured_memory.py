@@ -28,10 +28,10 @@ exhaustive = pytest.mark.exhaustive
 
 CASES = {
     "fully sharded, recomputed, bfloat16": recipe(SHARDED, recomputed="full", compute="bfloat16"),
-    "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
     "generator beside a pipeline": recipe(BEHIND + both("drawer"), schedule="1f1b", batch=16),
 }
 MORE = {
+    "pipeline, split backward": recipe(ALONE + PIPELINE, schedule="zero_bubble", batch=16),
     "sequence parallel, fewer key heads": recipe(TENSOR + SEQUENCE, key_heads=2),
     "whole during a step, bfloat16": recipe(WHOLE, batch=16, compute="bfloat16", reduced="bfloat16"),
     "generator tensor parallel": recipe(

@@ -22,9 +22,6 @@ SHARDED = [
     for name, row in ROWS.items()
     if row["result"] == "passed" and row["abilities"]["token_sharded"] is True and name not in ONE_HEAD
 ]
-OFTEN = ("gemma3",)
-"""Windows under a mask of its own. (Positions of three axes and features after layers: test_parity_qwen3vl.py.)"""
-
 TABLES = """
 [parallelism.llm]
 ranks = [2, 3]
@@ -33,10 +30,9 @@ enable_sequence_parallel = true
 """
 
 
+@pytest.mark.exhaustive  # test_parity_hybrid.py and test_parity_qwen3vl.py have one each
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in SHARDED]
-)
+@pytest.mark.parametrize("name", SHARDED)
 def test_sequence_parallelism_equals_transformers_own(pool4, monkeypatch, name):
     monkeypatch.syspath_prepend(str(TOOLS))
     row = ROWS[name]

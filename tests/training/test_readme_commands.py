@@ -161,6 +161,7 @@ def planned(lines, folder):
     return [main([*with_changes(plan, {"--ranks": "2"})[1:], *small]), *(main(each[1:]) for each in others)]
 
 
+@pytest.mark.exhaustive  # tests/cli and tests/planner have the commands
 def test_plan_then_look_at_the_plan(apart, tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     lines = commands("hetmesh plan")

@@ -27,7 +27,7 @@ FAST = ("gemma3",)
 REST = [name for name in tiny_vlms.MODELS if name not in (*FAST, "paligemma2")]
 
 
-OFTEN = {*REST[::4]}
+OFTEN = {*REST[::8]}
 
 
 @pytest.mark.parametrize(

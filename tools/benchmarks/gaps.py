@@ -41,7 +41,6 @@ from hetmesh.runtime.step_transfers import StepTransfers
 from hetmesh.schedule import Action, Kind, Schedule
 from hetmesh.simulate import simulate
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 
 JUDGES = ("src/hetmesh/runtime", "src/hetmesh/parallel", "src/hetmesh/schedule", "src/hetmesh/simulate/beside.py")
@@ -259,7 +258,7 @@ def _measure(rank: int, text: str, rounds: int) -> list[Any]:
 
         for parameter in job.root.parameters():
             parameter.grad = None
-        feed = Feed(job.loader, drawn, plan, job.adapters, rank)
+        feed = job.feed(drawn, plan, 0)
         feed.load_all(job.world.watchdog)
         idle = Side(lambda _: None, rank, job.world.watchdog)
         with (

@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -82,10 +82,11 @@ FRESH = 40  # recipes per start of the workers: every layout leaves its process 
 
 @dataclass(frozen=True)
 class Pools:
-    """Worker pools of 4 and 8 processes."""
+    """Worker pools of 4 and 8 processes. `again`: recipes that were compared a second time, by how."""
 
     four: WorkerPool
     eight: WorkerPool
+    again: Counter[str] = field(default_factory=Counter)
 
     def __getitem__(self, world: int) -> WorkerPool:
         return self.four if world <= 4 else self.eight
@@ -146,6 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "assign": args.assign,
         "passed": len(mine) - len(failures),
         "judged_by": {name: oracles[name] for name in ORACLES},
+        "compared_again": dict(pools.again),
         "seconds": round(time.monotonic() - start, 1),
         "features": {name: features[name] for name in FEATURES},
         "failures": failures,
@@ -182,7 +184,9 @@ def problem(
             try:
                 compare(truth, ranks, limit)
             except ParityError as error:
-                if recipe.training.dtype == "float64":
+                exact = recipe.training.dtype == "float64"
+                pools.again["steps of a hundredth" if exact else "twice the rounding of one process"] += 1
+                if exact:
                     print(
                         f"with steps of a hundredth, as descent that diverges multiplies rounding: {_line(error)}",
                         file=sys.stderr,

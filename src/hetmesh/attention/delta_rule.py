@@ -31,7 +31,7 @@ CHUNK = 64
 
 
 def delta_rule(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor,
     v: Tensor,
     g: Tensor,
@@ -44,7 +44,7 @@ def delta_rule(
     """The gated delta rule over sequences that lie one after another.
 
     Args:
-        q, k: `[rows, key heads, dk]`; each serves a run of value heads.
+        q, k: `[rows, key heads, dk]`; each serves a run of value heads. Without q only the states are computed.
         v: `[rows, heads, dv]`.
         g: `[rows, heads]`, logarithms of decays.
         beta: `[rows, heads]`.
@@ -53,31 +53,33 @@ def delta_rule(
         normalize: q and k to length 1 first.
 
     Returns:
-        `[rows, heads, dv]` of v's dtype, and the states at the ends, `[n, heads, dk, dv]` in fp32 or better.
+        `[rows, heads, dv]` of v's dtype (without q none), and last states, `[n, heads, dk, dv]` in fp32 or better.
     """
     bounds = np.asarray(bounds, np.int64)
-    kernel = _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", q)
+    kernel = _kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", k)
     if kernel is not None:
         out, state = kernel(
-            *(x[None] for x in (q, k, v)),
+            *(x[None] for x in (k if q is None else q, k, v)),
             g=g[None],
             beta=beta[None],
             initial_state=initial_state,
             output_final_state=True,
             use_qk_l2norm_in_kernel=normalize,
-            cu_seqlens=on_device(bounds, q.device),
+            cu_seqlens=on_device(bounds, k.device),
         )
         return out[0], state
     dtype, groups = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
     with torch.autocast(v.device.type, enabled=False):
         *found, sizes = _chunks(bounds)
         index, back, order, place = (on_device(x, v.device) for x in found)
-        q, k, v_, g, beta = (_by_chunk(x.to(dtype), index) for x in (q, k, v, g[..., None], beta[..., None]))
+        v_, g, beta, *keys = (
+            _by_chunk(x.to(dtype), index) for x in (v, g[..., None], beta[..., None], k, q) if x is not None
+        )
         if normalize:
-            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+            keys = [x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in keys]
         if groups > 1:
-            q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
-        q = q * q.shape[-1] ** -0.5
+            keys = [x.repeat_interleave(groups, 1) for x in keys]
+        k, queries = keys[0], [x * x.shape[-1] ** -0.5 for x in keys[1:]]
         decay = g.cumsum(2)  # [chunks, heads, C, 1]
         above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
         # Masked before exp: above the diagonal it would overflow.
@@ -86,11 +88,12 @@ def delta_rule(
         right = torch.cat([v_ * beta, scaled * decay.exp()], -1)
         solved = torch.linalg.solve_triangular((scaled @ k.mT) * pairs, right, upper=False, unitriangular=True)
         new, seen = solved.split([v_.shape[-1], k.shape[-1]], -1)
-        parts = (new, seen, (q @ k.mT) * pairs, q * decay.exp(), (k * (last - decay).exp()).mT, last.exp())
+        parts = [new, seen, (k * (last - decay).exp()).mT, last.exp()]
+        parts += [part for x in queries for part in ((x @ k.mT) * pairs, x * decay.exp())]
         if initial_state is None:
             initial_state = v_.new_zeros(len(order), v_.shape[1], k.shape[-1], v_.shape[-1])
         out, state = _scan(parts, sizes, initial_state.to(dtype)[order])
-        rows = out.transpose(1, 2).flatten(0, 1)[back]
+        rows = out.transpose(1, 2).flatten(0, 1)[back] if queries else v[:0]
         return rows.to(v.dtype), state[place]
 
 
@@ -129,14 +132,15 @@ def _scan(parts: Sequence[Tensor], sizes: list[int], state: Tensor) -> tuple[Ten
     """Go through the chunks step by step; in each, those of all sequences that are long enough."""
     outs: list[Tensor] = []
     ended: list[Tensor] = []
-    for new, seen, pairs, q, k, kept in zip(*(part.split(sizes) for part in parts), strict=True):
+    for new, seen, k, kept, *asked in zip(*(part.split(sizes) for part in parts), strict=True):
         if len(new) < len(state):
             ended.append(state[len(new) :])
             state = state[: len(new)]
         value = new - seen @ state
-        outs.append(q @ state + pairs @ value)
+        if asked:
+            outs.append(asked[1] @ state + asked[0] @ value)
         state = kept * state + k @ value
-    return torch.cat(outs), torch.cat([state, *reversed(ended)])
+    return torch.cat(outs or [state]), torch.cat([state, *reversed(ended)])
 
 
 def _by_chunk(x: Tensor, index: Tensor) -> Tensor:

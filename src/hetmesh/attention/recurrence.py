@@ -97,7 +97,7 @@ def shared_delta_rule(
         chosen = on_device(ragged(*spans.T)[1], k.device)
         identity = torch.eye(width[0], sum(width), dtype=dtype, device=k.device).roll(width[1], 1)
         maps = delta_rule(
-            q[chosen],
+            None,
             k[chosen],
             torch.cat([v, v.new_zeros(*v.shape[:2], width[0])], -1)[chosen],
             g[chosen],

@@ -11,7 +11,7 @@ Counted is what torch computes where no kernels are installed, in transformers' 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 MOVED = 4
 """Elements that torch reads and writes for each that it keeps. On a CPU the rule takes as long as its bytes, not as its
@@ -79,11 +79,6 @@ class Recurrence:
         solving = 2 * c * k + c * (k + v) + 2 * k * v if self.delta_rule else 0
         return self.heads * (2 * c * (k + v) + 4 * k * v + solving)
 
-    @property
-    def mapping(self) -> Recurrence:
-        """What a piece before a cut computes besides: the rule once more, on zeros and all that a state may be."""
-        return replace(self, value_width=self.value_width + self.key_width, convolved=0)
-
     def kept_bytes(self, itemsize: int) -> float:
         """Of a row, beside the inputs and outputs of products: what the convolution reads and makes, as far as no
         product makes it; of the rule, queries and keys as they come and as they are scaled and decayed, values, and
@@ -96,7 +91,7 @@ class Recurrence:
         return kept + self.heads * v * ((2 + (itemsize < wide)) * wide + 2 * itemsize)
 
     def map_bytes(self, itemsize: int) -> float:
-        """Of a row of a piece before a cut, what its map keeps."""
+        """Of a row of a piece before a cut, what its map keeps: the rule once more, without outputs."""
         k, v, c = self.key_width, self.value_width, self.chunk
         of_state = 7 * k + 3 * v + 3 * c + k * (k + v) / c + 4
         return max(itemsize, 4) * (self.key_heads * k + self.heads * of_state)

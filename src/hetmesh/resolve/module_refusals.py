@@ -51,10 +51,11 @@ def _tensor_parallel(recipe: Recipe, name: str, adapter: Adapter, refusals: Refu
         fitting = [d for d in valid if mesh.size % d == 0]
         multiple = KEY_HEADS in wrong and degree % wrong[KEY_HEADS] == 0
         why = adapter.abilities.because("key_heads") if multiple else ""
+        kinds = [" (of its linear_attention layers)" * size.startswith("linear_") for size in wrong]
         limit = "" if fitting == valid else f", of which {fitting} divide its {mesh.size} ranks"
         refusals.add(
             f"parallelism.{owner}.tensor_parallel_degree = {degree}{takes} does not divide "
-            + " and ".join(f"{size} = {value}" for size, value in wrong.items())
+            + " and ".join(f"{size} = {value}{kind}" for (size, value), kind in zip(wrong.items(), kinds, strict=True))
             + f" of modules.{name}{why}; valid degrees are {valid}{limit}"
         )
     key = f"parallelism.{name}.enable_sequence_parallel"

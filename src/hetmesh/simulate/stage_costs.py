@@ -258,7 +258,7 @@ class StageCosts:
 
     def _carried(self, ranks: Sequence[RankWork]) -> np.ndarray:
         """What recurrences add at cuts of samples: float64 `[ranks, parts]`. Maps of the pieces before them take as
-        much of their layer's seconds as sizes say."""
+        much of their layer's seconds as the bytes that both keep say."""
         found = np.zeros((len(ranks), len(PARTS)))
         for (kind, how), count in self._layers.items():
             if not kind.recurrences:
@@ -270,7 +270,8 @@ class StageCosts:
             for own, (i, rank) in itertools.product(kind.recurrences, enumerate(ranks)):
                 sent = carry_time(own.cut_bytes(how.itemsize, split), rank.cuts, self._group("cp"), self.machine)
                 ahead, back = (0.0, 0.0) if measured else (sent.forward, sent.backward)
-                share = recurrence_seconds(own.mapping, _MANY, rates) / whole
+                share = recurrence_seconds(own, _MANY, rates) / whole
+                share *= own.map_bytes(how.itemsize) / own.kept_bytes(how.itemsize)
                 mapped = rank.cuts.rows * per_row[_FORWARD] * share
                 found[i, [_FORWARD, _SUMS]] += count * np.array([mapped, ahead])
                 if self.backward:

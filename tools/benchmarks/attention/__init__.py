@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-tokens", type=int, default=4096, help="per rank where memory is counted")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each assignment (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=2, help="query heads of 64 features, two to a key head")
-    parser.add_argument("--hybrid-tokens", type=int, default=8192, help="of the row of a hybrid decoder")
+    parser.add_argument("--hybrid-tokens", type=int, default=4096, help="of the row of a hybrid decoder")
     parser.add_argument("--mask", default="image_bits", help="of the timed sequence, a name of context.families")
     parser.add_argument("--seed", type=int, default=0, help="of the lengths of texts and images")
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         {policy: min(max(rank[i] for rank in ranks) for ranks in times[policy][1:]) for policy in POLICIES}
         for i in (0, 1)
     )
-    memory, hybrid = {name: _memory(name, args) for name in MASKS}, speedup(args.hybrid_tokens, args.rounds)
+    memory, hybrid = {name: _memory(name, args) for name in MASKS}, speedup(args.hybrid_tokens, 2 * args.rounds)
     best = ([[min(each)] for each in zip(*rank, strict=True)] for rank in zip(*rounds, strict=True))
     slowdown = busy_slowdown((alone, together) for alone, together in best)
     predicted = {policy: seconds_together(found[policy].tiles, slowdown) for policy in POLICIES}

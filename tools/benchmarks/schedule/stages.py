@@ -24,7 +24,6 @@ from hetmesh.runtime.step_runner import LOSS, StepRunner
 from hetmesh.schedule import Action, Kind
 from hetmesh.schedule.schedule import backward_kinds
 from hetmesh.simulate import rank_work
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe
 
@@ -120,7 +119,7 @@ class Probe:
         plan = plan_batch(job.graph, drawn.metas, len(drawn))
         schedule = recipe_schedule(job.recipe, job.graph, 1)
         stages = schedule.stages
-        step = StepRunner(job.runtime, schedule, plan, Feed(job.loader, drawn, plan, job.adapters, rank), {}, 0)
+        step = StepRunner(job.runtime, schedule, plan, job.feed(drawn, plan, 0), {}, 0)
         for edge in stages.inputs(stage):
             shape, _, layout = edge_layouts(plan, edge, 0)
             rows = torch.randn(layout.local_shape(shape, rank), dtype=job.graph[edge.source.module].options.row_dtype)
@@ -173,7 +172,7 @@ class Probe:
         job = self.job
         drawn = self.drawn[: job.recipe.batch.num_microbatches * size]
         plan = plan_batch(job.graph, drawn.metas, size)
-        feed = Feed(job.loader, drawn, plan, job.adapters, self.rank)
+        feed = job.feed(drawn, plan, 0)
         recording = job.runtime.recording = []
         dist.barrier()
         job.runtime.run(job.schedule(plan), plan, feed, step=0)

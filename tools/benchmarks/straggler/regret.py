@@ -18,7 +18,6 @@ from hetmesh.boundary import World
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.testing.pool import WorkerPool
-from hetmesh.training.feed import Feed
 from hetmesh.training.job import Job
 from hetmesh.training.profile import profile_recipe
 
@@ -84,7 +83,7 @@ def repeated_steps(rank: int, recipe: Recipe, batches: int, repetitions: int) ->
         spent: list[list[float]] = [[] for _ in plans]
         for repetition in range(1 + repetitions):
             for i, (plan, schedule) in enumerate(zip(plans, schedules, strict=True)):
-                feed = Feed(job.loader, drawn, plan, job.adapters, rank)
+                feed = job.feed(drawn, plan, 0)
                 dist.barrier()
                 started = time.perf_counter()
                 job.runtime.run(schedule, plan, feed, step=repetition)
