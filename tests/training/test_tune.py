@@ -1,14 +1,18 @@
 """`hetmesh tune`: its search over a table of made steps, and the command on real ranks."""
 
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from hetmesh.cost import Machine
+from hetmesh.cli import main
+from hetmesh.cost import Machine, load_machine, machine_toml
+from hetmesh.errors import UsageError
 from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import ModulePlan
+from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.tune.constants import corrected_memory, with_factors
 from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
@@ -192,3 +196,95 @@ def test_a_measured_peak_corrects_the_context():
     held = layouts.guess(TRUE, layouts.plans[name]).peak_bytes
     found = Findings(each=[Finding(name, (1.0,), {}, held + 70)])
     assert corrected_memory(layouts, TRUE, found).context_bytes == 70
+
+
+TINY = """
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 16
+intermediate_size = 64
+[data]
+source = "failing:FailsOnce"
+options = { kinds = {} }
+[training]
+local_batch_size = 4
+[parallelism.llm]
+ranks = [0]
+"""
+FAILS_ONCE = """
+import os, torch
+from hetmesh.testing.sources import RandomMedia
+
+class FailsOnce(RandomMedia):
+    loaded = 0
+
+    def load(self, *args, **kwargs):
+        FailsOnce.loaded += 1
+        if os.environ["RANK"] == "1" and FailsOnce.loaded == 3:
+            raise torch.OutOfMemoryError("made here")
+        return super().load(*args, **kwargs)
+"""
+
+
+def command(*arguments):
+    return main([*arguments])
+
+
+@pytest.mark.slow
+def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, start_forked):
+    """Rank 1 runs out of memory in the first turn, in the middle of a step: both ranks go on in the same processes."""
+    (tmp_path / "failing.py").write_text(FAILS_ONCE)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = tmp_path / "out"
+    fixed = ("microbatch_size=2", "llm.activation_checkpoint=none", "llm.pipeline_parallel_degree=1")
+    keys = [key for own in fixed for key in ("--fix", own)]
+    process = start_forked(command, "tune", str(tmp_path / "tiny.toml"), "--ranks", "2", "--output", str(folder), *keys)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    findings = json.loads((folder / "tune.json").read_text())["findings"]
+    first, *others = findings
+    assert first["failed"] == "rank 1: OutOfMemoryError: made here"
+    assert first["out_of_memory"]
+    assert others
+    assert all(own["steps"] and own["parts"]["llm forward"] > 0 for own in others)
+    assert load_recipe(folder / "recipe.toml").world_size == 2
+    machine = load_machine(str(folder / "machine.toml"))
+    assert machine.memory_bytes > 0  # what the first layout would have taken was too much
+    assert machine.operation_overhead > 0
+    assert "failed" in out
+    assert "OutOfMemoryError" in (folder / "tune.html").read_text()
+
+
+def test_wrong_arguments_are_errors(tmp_path, capsys):
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    path = str(tmp_path / "tiny.toml")
+    for arguments, said in (
+        (["nowhere.toml"], "nowhere.toml"),
+        ([path, "--budget", "0"], "--budget 0.0: must be above 0"),
+        ([path, "--fix", "tp"], "--fix tp: write KEY=VALUE"),
+        ([path, "--output", f"{path}/out"], "cannot be written"),
+    ):
+        assert main(["tune", *arguments]) in (1, 2)
+        assert said in capsys.readouterr().err
+
+
+def test_findings_that_are_none_are_an_error(tmp_path):
+    path = tmp_path / "tune.json"
+    path.write_text('{"of": "a"}')
+    with pytest.raises(UsageError, match=r"tune\.json: not one that `hetmesh tune` wrote .*; move it away"):
+        Findings.load(path, "a")
+
+
+def test_a_machine_file_is_read_as_it_was(tmp_path):
+    """Every constant, also those that were fitted."""
+    machine = with_factors(replace(TRUE, busy_slowdown=(1.0, 1.1)), {"efficiency": 2.0, "busy_slowdown 3": 0.5})
+    (tmp_path / "made.toml").write_text(machine_toml(machine, "fitted"))
+    assert load_machine(str(tmp_path / "made.toml")) == machine
+    assert machine.efficiency == 1.0  # its peak was too low
+    assert machine.peak_flops["float32"] > TRUE.peak_flops["float32"]
+    assert machine.busy_slowdown[2] > 1.65

@@ -103,23 +103,14 @@ class Case:
         return Asked(parse_recipe(text), "recipe.toml", text, (), self.ranks, machine, None, self.fixed)
 
 
-_KEPT_LLM = {"llm.activation_checkpoint": "none"}
-_KEPT = _KEPT_LLM | {"vision.activation_checkpoint": "none"}
-_REPLICAS = {f"{name}.data_parallel_shard_degree": 1 for name in ("vision", "llm")}
+_KEPT = {f"{name}.activation_checkpoint": "none" for name in ("vision", "llm")}
+_FEW = {f"{name}.data_parallel_shard_degree": 1 for name in ("vision", "llm")} | {"vision.tensor_parallel_degree": 1}
 PROBLEMS = {
-    "small encoder, 2 ranks": Case(2, 256, 6, 128, 4, samples=8, fixed=_KEPT | {"microbatch_size": 2}),
+    "small encoder, 2 ranks": Case(2, 192, 4, 128, 3, samples=8, fixed=_KEPT | {"microbatch_size": 2}),
     "large frozen encoder, 2 ranks": Case(
-        2, 192, 4, 256, 8, samples=8, trainable=False, fixed=_KEPT | {"microbatch_size": 1}
+        2, 160, 3, 192, 6, samples=8, trainable=False, fixed=_KEPT | {"microbatch_size": 2}
     ),
-    "text alone, 4 ranks": Case(4, 320, 4, samples=16, text=120, fixed=_KEPT_LLM | {"microbatch_size": 2}),
-    "encoder as large as the LLM, 3 ranks": Case(3, 192, 6, 192, 6, samples=12, fixed=_KEPT | {"microbatch_size": 2}),
-    "small encoder, 4 ranks": Case(
-        4,
-        256,
-        8,
-        128,
-        4,
-        samples=16,
-        fixed=_KEPT | {"microbatch_size": 2, "vision.tensor_parallel_degree": 1} | _REPLICAS,
-    ),
+    "text alone, 2 ranks": Case(2, 256, 4, samples=8, text=120, fixed={"microbatch_size": 2}),
+    "encoder as large as the LLM, 3 ranks": Case(3, 160, 4, 160, 4, samples=12, fixed=_KEPT | {"microbatch_size": 2}),
+    "small encoder, 4 ranks": Case(4, 192, 4, 128, 3, samples=16, fixed=_KEPT | _FEW | {"microbatch_size": 2}),
 }

@@ -58,8 +58,9 @@ class Tuner:
 
     def add(self, finding: Finding) -> None:
         """Take it in; fit and predict again."""
+        again = finding.layout in self.findings.seconds
         self.findings.add(finding)
-        if finding.steps and len(self.findings.seconds) >= FIRST:
+        if finding.steps and not again and len(self.findings.seconds) >= FIRST:
             rounds = 1 if self.findings.factors else 3
             self.findings.factors = fit_constants(self.layouts, self.given, self.findings, rounds)
             self.findings.save()
@@ -113,8 +114,8 @@ class Asked:
 
     def problem(self) -> tuple[Problem, int]:
         """What the planner works on, and of how many batches means are taken."""
-        asked = {"machine": self.machine, "ranks": self.ranks, "profile": self.profile, "fixed": self.fixed}
-        problem = recipe_problem(resolve(self.recipe), **asked)
+        resolved, machine, profile = resolve(self.recipe), self.machine, self.profile
+        problem = recipe_problem(resolved, machine=machine, ranks=self.ranks, fixed=self.fixed, profile=profile)
         return certified(problem, recipe_macro_batch(problem))
 
     def recipe_text(self, problem: Problem, plan: LayoutPlan) -> str:

@@ -24,7 +24,7 @@ FIRST = 6
 STEPS = 3
 """Timed steps of a turn; in each further turn twice as many."""
 MOST_TURNS = 3
-_ALL, _FEATURE, _OWN = 1.0, 0.15, 0.04
+_ALL, _FEATURE, _OWN = 1.0, 0.1, 0.04
 """Standard deviations of what the simulator is off by, in logarithms: of all layouts alike, of those that share a
 degree, a schedule or another trait, and of one alone."""
 _CURIOUS, _DOUBT = 2.0, 0.7  # standard deviations that count in favour of what has not run: first, and later
@@ -105,8 +105,8 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
         if ranking.at_best(hope, _DOUBT) < best * (1 - scatter):
             return Turn(hope, STEPS)
     for times in range(1, MOST_TURNS):
-        close = sorted((own, name) for name, own in seconds.items() if turns[name] >= times)
-        close = [each for each in close if each[0] <= best * (1 + 2 * scatter)]
+        most = best * (1 + scatter * math.sqrt(2 * STEPS / (STEPS * (2**times - 1))))  # the error of a difference
+        close = sorted((own, name) for name, own in seconds.items() if turns[name] >= times and own <= most)
         half = close[: max(math.ceil(len(close) / 2), 2)] if len(close) > 1 else []
         for _, name in half:
             if turns[name] == times:
