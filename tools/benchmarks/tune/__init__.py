@@ -124,6 +124,7 @@ def searched(case: Case, machine: str, runs: Runs) -> dict[str, Any]:
     tuner = Tuner(Layouts.of(problem, batches), load_machine(machine), Findings())
     turns = []
     while (turn := tuner.next()) is not None:
+        runs.layouts.plans |= tuner.layouts.plans  # on another machine the planner may fill other gaps
         turns.append([turn.layout, turn.steps])
         began = time.perf_counter()
         finding = runs.turn(turn.layout, tuner.findings.turns.get(turn.layout, 0), turn.steps)

@@ -7,9 +7,11 @@ one standard deviation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -52,24 +54,21 @@ def fitted_names(machine: Machine, ranks: int) -> list[str]:
 
 def with_factors(machine: Machine, factors: Mapping[str, float]) -> Machine:
     """The machine with constants multiplied by the exponentials of `factors`; of a slowdown, what is above 1."""
-    changed: dict[str, object] = {
+    changed: dict[str, Any] = {
         name: max(getattr(machine, name), LEAST[name]) * math.exp(factor)
         for name, factor in factors.items()
         if name in LEAST
     }
-    slowdown, busy = (
-        [*machine.busy_slowdown],
-        max((int(n.split()[1]) for n in factors if n.startswith(BUSY)), default=0),
-    )
-    for k in range(len(slowdown) + 1, busy + 1):  # ranks beyond those that the file knows share what these have
-        slowdown.append(slowdown[len(machine.busy_slowdown) - 1] * k / len(machine.busy_slowdown))
-    for k in range(2, len(slowdown) + 1):
-        above = max(slowdown[k - 1] - 1.0, 0.01) * math.exp(factors.get(f"{BUSY} {k}", 0.0))
-        slowdown[k - 1] = max(1.0 + above if f"{BUSY} {k}" in factors else slowdown[k - 1], slowdown[k - 2])
-    over = max(float(changed.get("efficiency", 0.0)), 1.0)  # type: ignore[arg-type] # then the peak was wrong
-    if over > 1.0:
+    known = machine.busy_slowdown
+    most = max((int(name.split()[1]) for name in factors if name.startswith(BUSY)), default=0)
+    # ranks beyond those that the file knows share what these have
+    slowdown = [*known, *(known[-1] * k / len(known) for k in range(len(known) + 1, most + 1))]
+    for k, factor in ((int(name.split()[1]), factor) for name, factor in factors.items() if name.startswith(BUSY)):
+        slowdown[k - 1] = 1.0 + max(slowdown[k - 1] - 1.0, 0.01) * math.exp(factor)
+    changed["busy_slowdown"] = tuple(itertools.accumulate(slowdown, max))
+    if (over := changed.get("efficiency", 0.0)) > 1.0:  # then the peak was wrong
         changed |= {"efficiency": 1.0, "peak_flops": {k: over * v for k, v in machine.peak_flops.items()}}
-    return replace(machine, busy_slowdown=tuple(slowdown), **changed)  # type: ignore[arg-type]
+    return replace(machine, **changed)
 
 
 def fit_constants(layouts: Layouts, machine: Machine, findings: Findings, rounds: int) -> dict[str, float]:
@@ -111,7 +110,7 @@ def _residuals(findings: Findings, name: str, measured: Mapping[str, float], gue
         math.log(max(guess.parts.get(part, 0.0), least) / max(seconds, least)) / _PART
         for part, seconds in sorted(measured.items())
     ]
-    return np.array([-findings.log_ratio(name, guess.seconds) / _STEP, *parts])
+    return np.array([math.log(guess.seconds / findings.seconds[name]) / _STEP, *parts])
 
 
 def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings) -> Machine:

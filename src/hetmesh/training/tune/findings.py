@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -101,7 +100,8 @@ class Findings:
     @property
     def seconds(self) -> dict[str, float]:
         """The median step of each layout that ran."""
-        return {layout: statistics.median(steps) for layout, steps in self._steps().items()}
+        ran = self._ran().items()
+        return {layout: statistics.median(s for turn in turns for s in turn.steps) for layout, turns in ran}
 
     @property
     def failed(self) -> dict[str, Finding]:
@@ -111,7 +111,7 @@ class Findings:
     @property
     def turns(self) -> dict[str, int]:
         """How often each layout ran."""
-        return {layout: sum(own.layout == layout for own in self.each) for layout in self._steps()}
+        return {layout: len(turns) for layout, turns in self._ran().items()}
 
     @property
     def spent_s(self) -> float:
@@ -126,18 +126,14 @@ class Findings:
         each = [(max(steps) - min(steps)) / (2 * statistics.median(steps)) for steps in turns]
         return max(statistics.median(each) if each else 0.0, LEAST_SCATTER)
 
-    def log_ratio(self, layout: str, seconds: float) -> float:
-        """Measured over predicted seconds, as a logarithm."""
-        return math.log(self.seconds[layout] / seconds)
-
     def parts(self, layout: str) -> dict[str, float]:
         """The mean of the parts of its turns."""
         each = [own.parts for own in self.each if own.layout == layout and own.parts]
         return {name: statistics.mean(parts.get(name, 0.0) for parts in each) for name in each[0]} if each else {}
 
-    def _steps(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {}
+    def _ran(self) -> dict[str, list[Finding]]:
+        found: dict[str, list[Finding]] = {}
         for finding in self.each:
-            if finding.steps:
-                found.setdefault(finding.layout, []).extend(finding.steps)
-        return {layout: steps for layout, steps in found.items() if layout not in self.failed}
+            if finding.layout not in self.failed:
+                found.setdefault(finding.layout, []).append(finding)
+        return found

@@ -76,7 +76,7 @@ def rank(layouts: Layouts, guesses: Mapping[str, Guess], findings: Findings) -> 
     alike = _ALL**2 + _FEATURE**2 * x @ x.T + _OWN**2 * np.eye(len(names))
     seconds = findings.seconds
     ran = [i for i, name in enumerate(names) if name in seconds]
-    off = np.array([findings.log_ratio(names[i], guesses[names[i]].seconds) for i in ran])
+    off = np.array([math.log(seconds[names[i]] / guesses[names[i]].seconds) for i in ran])
     noise = findings.scatter**2 * np.eye(len(ran))
     gain = np.linalg.solve(alike[np.ix_(ran, ran)] + noise, alike[ran]).T if ran else np.zeros((len(names), 0))
     mean = gain @ off if ran else np.zeros(len(names))
