@@ -110,7 +110,7 @@ PROBLEMS = {
     "large frozen encoder, 2 ranks": Case(
         2, 160, 3, 192, 6, samples=8, trainable=False, fixed=_KEPT | {"microbatch_size": 2}
     ),
-    "text alone, 2 ranks": Case(2, 256, 4, samples=8, text=120, fixed={"microbatch_size": 2}),
+    "text alone, 2 ranks": Case(2, 256, 4, samples=8, text=120),
     "encoder as large as the LLM, 3 ranks": Case(3, 160, 4, 160, 4, samples=12, fixed=_KEPT | {"microbatch_size": 2}),
     "small encoder, 4 ranks": Case(4, 192, 4, 128, 3, samples=16, fixed=_KEPT | _FEW | {"microbatch_size": 2}),
 }

@@ -47,13 +47,16 @@ class Tuner:
     def __init__(self, layouts: Layouts, machine: Machine, findings: Findings, budget: float | None = None) -> None:
         self.layouts, self.given, self.findings, self.budget = layouts, machine, findings, budget
         self.machine, self.ranking = machine, Ranking()
+        self._guesses: tuple[Machine | None, dict[str, Guess]] = None, {}
         self._look()
 
     def _look(self) -> None:
-        """Predict all layouts anew."""
+        """Predict all layouts again."""
         self.machine = corrected_memory(self.layouts, with_factors(self.given, self.findings.factors), self.findings)
-        guesses: Mapping[str, Guess] = self.layouts.guesses(self.machine)
-        fitting = {name: own for name, own in guesses.items() if own.fits or name in self.findings.seconds}
+        if self.machine != self._guesses[0]:
+            self._guesses = self.machine, self.layouts.guesses(self.machine)
+        guesses = self._guesses[1].items()
+        fitting = {name: own for name, own in guesses if own.fits or name in self.findings.seconds}
         self.ranking = rank(self.layouts, fitting, self.findings)
 
     def add(self, finding: Finding) -> None:

@@ -23,11 +23,11 @@ FIRST = 6
 """Layouts that run before constants are fitted."""
 STEPS = 3
 """Timed steps of a turn; in each further turn twice as many."""
-MOST_TURNS = 3
+MOST_TURNS = 2
 _ALL, _FEATURE, _OWN = 1.0, 0.1, 0.04
 """Standard deviations of what the simulator is off by, in logarithms: of all layouts alike, of those that share a
 degree, a schedule or another trait, and of one alone."""
-_CURIOUS, _DOUBT = 2.0, 0.7  # standard deviations that count in favour of what has not run: first, and later
+_CURIOUS, _DOUBT = 2.0, 1.0  # standard deviations that count in favour of what has not run: first, and later
 
 
 class Turn(NamedTuple):
