@@ -28,6 +28,7 @@ _RECORD = struct.Struct("5q")
 _READ_BYTES = _RECORD.size * (2**16 // _RECORD.size)  # whole records: each is written at once, so none is cut
 _FULL_POLL_MS = 20  # between looks into this process's mailbox, while that of another process is full
 _MAX_POLL_MS = 2**31 - 1  # a C int
+_LEFT = -1  # instead of a tag: nothing more comes from this rank
 _CLOSING_POLL_S = 1e-3  # between looks at what others have yet to read, when this process closes
 
 
@@ -102,6 +103,10 @@ class Mailbox:
             del self._headers[source, tag]
         return header
 
+    def left(self, source: int) -> bool:
+        """Whether rank `source` has said, among what was collected, that it leaves the job."""
+        return (source, _LEFT) in self._headers
+
     def close(self) -> None:
         for fd in (self.read_fd, self.handle.mailbox_fd, self.handle.token_fd):
             os.close(fd)
@@ -140,6 +145,11 @@ class LocalPeer:
             poll.register(self._fd, select.POLLOUT)
             poll.poll(_FULL_POLL_MS)
 
+    def leave(self) -> None:
+        """Tell it that nothing more comes, though this process lives on."""
+        with contextlib.suppress(OSError):
+            os.write(self._fd, _RECORD.pack(self.mailbox.handle.rank, _LEFT, 0, 0, 0))
+
     @property
     def unread(self) -> int:
         """Messages that it has yet to read; none once its process has ended."""
@@ -169,8 +179,8 @@ class PendingReceive:
     _header: MessageHeader | None = None
 
     def wait(self, timeout: timedelta = timedelta(seconds=LONGEST_TIMEOUT_S), /) -> None:
-        """Wait until it has come. Raises RuntimeError: that takes longer, the other process has ended, or the message
-        has another size."""
+        """Wait until it has come. Raises RuntimeError: that takes longer, the other process has ended, or left the job,
+        or the message has another size."""
         mailbox, process_fd, seconds = self.peer.mailbox, self.peer.process_fd, timeout.total_seconds()
         deadline = time.monotonic() + seconds
         poll = select.poll()
@@ -185,6 +195,8 @@ class PendingReceive:
             mailbox.collect()
             if process_fd in ready and not self._popped():
                 raise RuntimeError("its process has ended")
+            if mailbox.left(self.peer.rank) and not self._popped():
+                raise RuntimeError("it has left the job")
         assert self._header is not None
         if self._header.numel != self.numel:
             raise RuntimeError(f"it sent {self._header.numel} elements for {self.numel}")
@@ -250,10 +262,13 @@ class LocalPeers:
         return None
 
     def close(self, timeout: float) -> int:
-        """Release everything, at most `timeout` seconds later: others read meanwhile what was sent to them. Returns the
-        number of messages that nobody had read; they are lost."""
+        """Release everything, at most `timeout` seconds later: others read meanwhile what was sent to them. 0: after a
+        failure, of which those that wait for more are told. Returns the number of messages that nobody had read; they
+        are lost."""
         if self._process != os.getpid():  # a forked child, whose memory and files these are not
             return 0
+        for peer in self.peers.values() if not timeout else ():
+            peer.leave()
         deadline = time.monotonic() + timeout
         while (unread := sum(peer.unread for peer in self.peers.values())) and time.monotonic() < deadline:
             time.sleep(_CLOSING_POLL_S)

@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = {
     "simulate": "show what a step will take: who computes when, who waits and why",
     "dryrun": "run one rank's real step on a fake device: memory, host waits, kernels and messages, without a GPU",
     "plan": "find the layout that a model should have on a number of ranks of a machine",
+    "tune": "find the layout that is fastest on these ranks, by real steps of a few",
     "balance": "show how uneven batches are, and what every balancer makes of them",
     "report": "show what a run did, as text and as a page: how well, how fast, where the time went, what to change",
     "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",

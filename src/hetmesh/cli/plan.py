@@ -55,14 +55,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from hetmesh.resolve.resolved import resolve
 
     memory = None if args.memory is None else math.ceil(args.memory * 1e9)
-    fixed: dict[str, object] = {}
-    for text in args.fix:
-        key, equals, given = text.partition("=")
-        if not equals:
-            raise UsageError(f"--fix {text}: write KEY=VALUE")
-        value = parse_value(given)
-        if fixed.setdefault(key, value) != value:
-            raise UsageError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
+    fixed = fixed_keys(args.fix)
     started = time.perf_counter()
     resolved, phases = resolve(recipe), run_phases(recipe)
     if args.phase is not None and not 1 <= args.phase <= len(phases):
@@ -95,6 +88,19 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if left := not_kept(recipe):
             print(f"not in it, and planned without: {', '.join(left)}", file=sys.stderr)
     return 0
+
+
+def fixed_keys(texts: Sequence[str]) -> dict[str, object]:
+    """What `--fix` says. Raises UsageError: one is no KEY=VALUE, or a key has two values."""
+    fixed: dict[str, object] = {}
+    for text in texts:
+        key, equals, given = text.partition("=")
+        if not equals:
+            raise UsageError(f"--fix {text}: write KEY=VALUE")
+        value = parse_value(given)
+        if fixed.setdefault(key, value) != value:
+            raise UsageError(f"--fix {key}: it is given twice, as {fixed[key]!r} and as {value!r}")
+    return fixed
 
 
 def _draw(problem: Problem, found: Found) -> None:

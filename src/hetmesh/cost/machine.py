@@ -10,6 +10,7 @@ from typing import Any
 
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_toml, read_text
+from hetmesh.formatting import toml
 
 _FOLDER = Path(__file__).parent / "machines"
 
@@ -48,6 +49,8 @@ class Machine:
             baseline (arXiv 2408.03505, 3072 H100-class GPUs).
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
             with the small ones around it.
+        action_overhead: seconds that the runtime itself takes for each forward and backward of a stage.
+        step_overhead: the same once per step: drawing and planning it, agreeing on its loss.
         hand_over: seconds that a rank's lending itself to another thread takes, both ways; 0: a device with streams.
         node_latency, network_latency: seconds of a message without content.
         devices: parts of the names under which CUDA reports such a device.
@@ -66,6 +69,8 @@ class Machine:
     busy_slowdown: tuple[float, ...] = ()
     efficiency: float = 0.46
     operation_overhead: float = 0.0
+    action_overhead: float = 0.0
+    step_overhead: float = 0.0
     hand_over: float = 0.0
     node_latency: float = 0.0
     network_latency: float = 0.0
@@ -89,6 +94,14 @@ def load_machine(name_or_path: str) -> Machine:
     except ValueError as error:
         raise RecipeError(f"machine {path}: not valid TOML: {error}") from error
     return _machine(path, table)
+
+
+def machine_toml(machine: Machine, comment: str) -> str:
+    """The text of a file that `load_machine` reads as `machine`. `comment`: its first line."""
+    keys = {own.name: getattr(machine, own.name) for own in fields(machine) if own.name not in ("name", "peak_flops")}
+    lines = [f"{key} = {toml(value)}" for key, value in keys.items() if value or key in ("source", "efficiency")]
+    peaks = [f"{dtype} = {toml(flops)}" for dtype, flops in machine.peak_flops.items()]
+    return "\n".join([f"# {comment}", *lines, *(["", "[peak_flops]", *peaks] if peaks else [])]) + "\n"
 
 
 def find_machine(device_name: str) -> Machine | None:

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hetmesh.balance import largest_batches, plan_batch
+from hetmesh.balance import BatchPlan, largest_batches, plan_batch
 from hetmesh.balance.assignment import Assignment, BatchLoads, Slots
 from hetmesh.balance.co_located import lane_ranks
 from hetmesh.balance.run_balancer import assign
-from hetmesh.cost import StepCosts, Work, module_flops
+from hetmesh.cost import Machine, StepCosts, Work, module_flops
 from hetmesh.graph import LANE_AXES, ModuleGraph, ModuleSpec
 from hetmesh.layout import MeshSpec
 from hetmesh.planner.candidates import samples_of_batches
@@ -34,6 +34,7 @@ from hetmesh.simulate import (
     simulate,
 )
 from hetmesh.simulate.fill_bubbles import fill_bubbles
+from hetmesh.simulate.transfer_costs import Ways
 
 
 def some_lanes(graph: ModuleGraph, least: int = 1) -> tuple[ModuleGraph, float]:
@@ -103,6 +104,17 @@ class Prediction:
     bubbles: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
+class Laid(NamedTuple):
+    """A sampled batch of a candidate: the graph of the lanes that are simulated and of all, its plan, its schedule, and
+    what is known of its transfers."""
+
+    graph: ModuleGraph
+    whole: ModuleGraph
+    batch: BatchPlan
+    schedule: Schedule
+    ways: Ways
+
+
 class Predictor:
     """Predicts candidates of one problem; layers are measured once for all.
 
@@ -112,6 +124,9 @@ class Predictor:
         quick: balances by the first candidate of `auto` alone, counts the bytes of fewer transfers, and lets all lanes
             of a stage start together.
         assignments: what balancers made of batches, shared with other predictors; filled on the way.
+
+    Attributes:
+        laid: by plan what its steps are whatever they take; None: that is not kept.
     """
 
     def __init__(
@@ -129,7 +144,16 @@ class Predictor:
         policy = "two_dim" if quick and problem.balance.policy == "auto" else problem.balance.policy
         self.balance, self.sample = replace(problem.balance, policy=policy), 2 if quick else 8
         self.layers = layers or LayerCosts(problem.machine, problem.profile)
+        self.laid: dict[tuple, list[Laid]] | None = None
         self._flops = batch_flops(problem)
+
+    def on(self, machine: Machine) -> Predictor:
+        """The same batches and schedules on another machine; what they are is worked out once for both."""
+        self.laid = {} if self.laid is None else self.laid
+        problem, given = replace(self.problem, machine=machine), (self.batches, self.lanes)
+        other = Predictor(problem, *given, quick=self.quick, assignments=self.assignments)
+        other.laid = self.laid
+        return other
 
     def predict(self, plan: LayoutPlan) -> Prediction:
         """Raises HetmeshError where the candidate cannot be laid out or run so."""
@@ -174,21 +198,30 @@ class Predictor:
 
     def steps(self, plan: LayoutPlan) -> Iterator[tuple[StepModel, Schedule, StepCosts]]:
         """What is simulated: the model, the schedule of each sampled batch, and what it costs."""
-        problem = self.problem
-        whole = laid_out(problem, plan)
+        known: dict[str, Any] = {"profile": self.problem.profile, "optimizer": self.problem.optimizer}
+        shapes = {name: facts.shape for name, facts in self.problem.facts.items()}
+        given = {"sample": self.sample, "layers": self.layers, **known}
+        if kept := (self.laid or {}).get(plan.key()):
+            model = StepModel(kept[0].graph, shapes, self.problem.machine, whole=kept[0].whole, **given)
+            for own in kept:
+                yield model, own.schedule, model.costs(own.batch, own.schedule, lanes=not self.quick, ways=own.ways)
+            return
+        whole = laid_out(self.problem, plan)
         graph, share = some_lanes(whole, self.lanes)
-        shapes = {name: facts.shape for name, facts in problem.facts.items()}
-        known: dict[str, Any] = {"profile": problem.profile, "optimizer": problem.optimizer, "layers": self.layers}
-        model = StepModel(graph, shapes, problem.machine, sample=self.sample, whole=whole, **known)
+        model = StepModel(graph, shapes, self.problem.machine, whole=whole, **given)
         balance = replace(self.balance, microbatch_sizes=plan.encoder_sizes, microbatch_shares=plan.shares)
-        for samples in samples_of_batches(problem, self.batches, share):
+        laid = []
+        for samples in samples_of_batches(self.problem, self.batches, share):
             batch = plan_batch(graph, samples, plan.microbatch_size, balance, assign=self._assign)
             options = replace(plan.options, validated=False)
             if plan.schedule == "bubble_fill":
                 schedule = fill_bubbles(model, batch, True, options)
             else:
                 schedule = POLICIES[plan.schedule](model.stages, batch.routes, True, options)
-            yield model, schedule, model.costs(batch, schedule, lanes=not self.quick)
+            laid.append(Laid(graph, whole, batch, schedule, {}))
+            yield model, schedule, model.costs(batch, schedule, lanes=not self.quick, ways=laid[-1].ways)
+        if self.laid is not None:
+            self.laid[plan.key()] = laid
 
 
 def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:

@@ -56,6 +56,7 @@ class Found:
         considered, simulated, too_large: how many candidates there were, were simulated, and of these do not fit.
         refused: why others cannot run, and how many.
         least_bytes: of the rank that holds most, where that is least of all that were simulated; None: none was.
+        every: all that were simulated, also what does not fit; of each the last prediction.
     """
 
     best: Mapping[str, tuple[Prediction, ...]]
@@ -64,6 +65,7 @@ class Found:
     too_large: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     least_bytes: int | None = None
+    every: tuple[Prediction, ...] = ()
 
     @property
     def fastest(self) -> Prediction | None:
@@ -118,7 +120,7 @@ class _Search:
         found = [plan for plan in asked.values() if plan is not None]
         too_large = sum(not plan.fits for plan in found)
         least = min((plan.peak_bytes for plan in found), default=None)
-        return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least)
+        return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least, tuple(found))
 
     def _predict(self, plan: LayoutPlan, how: str = "quick") -> Prediction | None:
         how = how if how in self.predictors else "exact"

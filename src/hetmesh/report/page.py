@@ -45,11 +45,6 @@ def save_page(run: RunView, folder: str | Path, path: str | Path) -> None:
 def page_html(run: RunView, folder: str | Path) -> str:
     """The page of `run`, which was read from `folder`. Its recipe is read as `hetmesh explain` does, which looks at the
     data. Raises UsageError: no step of it is over, or jinja2 or matplotlib is not installed."""
-    try:
-        from jinja2 import Environment, FileSystemLoader
-    except ImportError as error:
-        hint = "pip install 'hetmesh[report]', or leave the page out with --no-html"
-        raise UsageError(f"the page needs jinja2: {hint}") from error
     folder = Path(folder)
     if not run.records:
         reason = f"there is nothing to show: {state(run, None).text}"
@@ -57,10 +52,7 @@ def page_html(run: RunView, folder: str | Path) -> str:
     recipe, view, notes = _described(folder)
     wanted = run.story.starts[-1].wanted if run.story.starts else 0
     files = ", ".join(name for name in FOLDER_FILES if (folder / name).exists())
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
-    environment.filters["image"] = _image
-    text = environment.get_template("page.html.j2").render(
+    return render(
         title=(recipe.job.description if recipe else "") or folder.resolve().name,
         run=str(folder),
         state=state(run, wanted or (recipe.training.steps if recipe else None)),
@@ -72,7 +64,19 @@ def page_html(run: RunView, folder: str | Path) -> str:
         recipe=recipe_text(recipe) if recipe else "",
         written=f"Written {when(run.story.read)} UTC by hetmesh report, from {files}.",
     )
-    return text.translate(CONTROL) + "\n"
+
+
+def render(**values: Any) -> str:
+    """The page of some values: those of its template. Raises UsageError: jinja2 or matplotlib is not installed."""
+    try:
+        from jinja2 import Environment, FileSystemLoader
+    except ImportError as error:
+        hint = "pip install 'hetmesh[report]', or leave the page out with --no-html"
+        raise UsageError(f"the page needs jinja2: {hint}") from error
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=loader)
+    environment.filters["image"] = _image
+    return environment.get_template("page.html.j2").render(**values).translate(CONTROL) + "\n"
 
 
 def _image(picture: Curves | Picture, style: str) -> str:

@@ -30,7 +30,7 @@ from hetmesh.simulate.lanes import group_ranks, lane_groups, merge_equal_replica
 from hetmesh.simulate.layer_costs import LayerCosts
 from hetmesh.simulate.rank_work import RankWork, rank_work
 from hetmesh.simulate.stage_costs import ModuleCosts, StageCosts
-from hetmesh.simulate.transfer_costs import transfer_costs
+from hetmesh.simulate.transfer_costs import Ways, transfer_costs
 
 UNIT_S = 1e-15
 """Of measured loads, which are whole numbers."""
@@ -106,13 +106,22 @@ class StepModel:
         """Per module and rank what it holds for the whole run."""
         return {name: module_memory(own.shape, own.spec, self.optimizer) for name, own in self._modules.items()}
 
-    def costs(self, plan: BatchPlan, schedule: Schedule, *, lanes: bool = True, parts: bool = False) -> StepCosts:
+    def costs(
+        self,
+        plan: BatchPlan,
+        schedule: Schedule,
+        *,
+        lanes: bool = True,
+        parts: bool = False,
+        ways: Ways | None = None,
+    ) -> StepCosts:
         """What the step of `plan` takes under `schedule`, as it is run: recomputation, FSDP, frozen parts, packed
         samples and context parallelism included.
 
         Args:
             lanes: False: all lanes of a stage start together and take as long as the slowest.
             parts: whether to say what actions consist of, too.
+            ways: what is known of the transfers of this plan and schedule (`transfer_costs`).
 
         Raises:
             HetmeshError: the machine has no peak in a dtype that is computed in, or the profile lacks a layer.
@@ -123,11 +132,12 @@ class StepModel:
         costs = _stage_costs(built, work)
         return StepCosts(
             costs,
-            transfer_costs(plan, schedule, self.machine, self.sample),
+            transfer_costs(plan, schedule, self.machine, self.sample, ways),
             {stage: built[stage].gather for stage in stages.stages},
             {stage: built[stage].reduce for stage in stages.stages if stage in stages.trainable_stages},
             self._optimizer_seconds,
             {rank: memory.total for rank, memory in self.held.items()},
+            action_overhead=self.machine.action_overhead,
             hand_over=self.machine.hand_over,
             busy_slowdown=self.machine.busy_slowdown,
             ranks_per_node=self.machine.ranks_per_node,
@@ -226,10 +236,10 @@ class StepModel:
 
     @cached_property
     def _optimizer_seconds(self) -> dict[int, float]:
-        """Reading and writing parameters, gradients and state once, on each rank."""
-        bandwidth = self.machine.memory_bandwidth
+        """Reading and writing parameters, gradients and state once, on each rank; and what comes once per step."""
+        bandwidth, once = self.machine.memory_bandwidth, self.machine.step_overhead
         per_byte = _UPDATED_ELEMENTS.get(self.optimizer, 8) / bandwidth if bandwidth else 0.0
-        return {rank: held.gradients * per_byte for rank, held in self.held.items()}
+        return {rank: once + held.gradients * per_byte for rank, held in self.held.items()}
 
     @cached_property
     def held(self) -> dict[int, StaticMemory]:

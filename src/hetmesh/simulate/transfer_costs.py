@@ -15,17 +15,28 @@ from hetmesh.layout.intervals import Intervals, extent, overlap
 from hetmesh.layout.transfer import lacking_elements
 from hetmesh.schedule import Schedule
 
+Ways = dict[tuple, list[tuple[bool, int, float, bool]]]
+"""What is known of routes, whatever the machine's links: per way, whether it is reversed, the elements received and
+sent of the rank with most, and whether they come from its own node."""
 
-def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int) -> dict[Route, TransferCost]:
+
+def transfer_costs(
+    plan: BatchPlan, schedule: Schedule, machine: Machine, sample: int, known: Ways | None = None
+) -> dict[Route, TransferCost]:
     """Per route, forward and where a gradient flows reversed: the bytes of the rank that receives most, and the seconds
     of the rank that receives or sends most, over the slowest link into the former.
 
     Args:
         sample: ranks, and routes of an edge, that are looked at. Where there are more they are taken evenly: lanes
             repeat along a mesh, and a route between takes the bytes of the one before, by tokens.
+        known: of this plan and schedule from another machine of as many ranks per node; filled on the way.
     """
     costs: dict[Route, TransferCost] = {}
-    known: dict[tuple[str, int, int, int, bool], list[tuple[bool, int, float, Link]]] = {}
+    known = {} if known is None else known
+    links = {
+        True: Link(machine.node_bandwidth, machine.node_latency),
+        False: Link(machine.network_bandwidth, machine.network_latency),
+    }
     for edge in schedule.stages.edges:
         itemsize = plan.graph[edge.source.module].options.row_dtype.itemsize
         back = schedule.training and edge in schedule.stages.gradient_edges
@@ -34,24 +45,23 @@ def transfer_costs(plan: BatchPlan, schedule: Schedule, machine: Machine, sample
         step = max(math.ceil(len(routes) / sample), 1)
         for start in range(0, len(routes), step):
             first = routes[start]
-            key = _alike(plan, edge, first, back)
-            ways = known.get(key) if key else None
+            key = _alike(plan, edge, first, back) or (edge, first, back)
+            ways = known.get(key)
             if ways is None:
                 shape, src, dst = edge_layouts(plan, edge, first.source, first.destination)
                 both = [(False, src, dst)] + ([(True, dst, src)] if back else [])
                 ways = [(reverse, *_busiest(shape, held, kept, machine, sample)) for reverse, held, kept in both]
-                if key:
-                    known[key] = ways
-            for reverse, received, sent, link in ways:
+                known[key] = ways
+            for reverse, received, sent, near in ways:
                 for route in routes[start : start + step]:
                     scale = itemsize * sizes.get(route[1:], 1) / sizes.get(first[1:], 1)
-                    seconds = link.seconds(round(max(received, sent) * scale))
+                    seconds = links[near].seconds(round(max(received, sent) * scale))
                     cost = TransferCost(seconds, round(received * scale))
                     costs[route.reversed if reverse else route] = cost
     return costs
 
 
-def _alike(plan: BatchPlan, edge: Edge, route: Route, back: bool) -> tuple[str, int, int, int, bool] | None:
+def _alike(plan: BatchPlan, edge: Edge, route: Route, back: bool) -> tuple | None:
     """What edges within a module have in common whose layouts are the same: stages take turns on the pipeline ranks."""
     if not edge.internal:
         return None
@@ -73,9 +83,9 @@ def route_tokens(plan: BatchPlan, edge: Edge) -> dict[tuple[int, int], int]:
 
 def _busiest(
     shape: tuple[int, int], src: Layout, dst: Layout, machine: Machine, sample: int
-) -> tuple[int, float, Link]:
-    """Elements that the rank receives which receives most, elements that the rank sends which sends most, and the
-    slowest link over which the former come. Every element that a rank keeps and does not hold comes to it once, from
+) -> tuple[int, float, bool]:
+    """Elements that the rank receives which receives most, elements that the rank sends which sends most, and whether
+    all of the former come from its node. Every element that a rank keeps and does not hold comes to it once, from
     its own node where a rank there holds it."""
     ranks = _sample(dst, sample)
     received = {rank: lacking_elements(shape, src, dst, rank) for rank in ranks}
@@ -85,10 +95,7 @@ def _busiest(
     total = sum(received.values()) / len(ranks) * dst.mesh.size
     mean = sum(held) / len(held)
     sent = total / src.mesh.size * max(held) / mean if mean else 0.0
-    near = not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node)
-    if near:
-        return received[rank], sent, Link(machine.node_bandwidth, machine.node_latency)
-    return received[rank], sent, Link(machine.network_bandwidth, machine.network_latency)
+    return received[rank], sent, not received[rank] or _on_node(shape, src, dst, rank, machine.ranks_per_node)
 
 
 def _sample(layout: Layout, sample: int) -> tuple[int, ...]:

@@ -1,0 +1,93 @@
+"""`hetmesh tune RECIPE`: the layout that is fastest on the ranks at hand, by real steps of a few of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetmesh._processes import no_blas_threads
+from hetmesh.cli.launchers import find_place
+from hetmesh.cli.plan import fixed_keys
+from hetmesh.errors import LaunchError, UsageError
+from hetmesh.files import read_object, read_text, writing
+from hetmesh.recipe.recipe import load_recipe
+
+if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
+    from hetmesh.training.tune.tuner import Asked
+
+MOST_STARTS = 20  # of workers, of which one died with a layout
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The recipe, what its layouts must keep to, and how long to measure."""
+    parser.add_argument("recipe", metavar="RECIPE", help="models, data and batch size; its layout counts for nothing")
+    parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
+    parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
+    parser.add_argument("--ranks", metavar="N", type=int, help="default: those of the recipe, or of the launcher")
+    parser.add_argument(
+        "--fix",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="keep to this, as in `hetmesh plan`; may be repeated",
+    )
+    parser.add_argument("--budget", metavar="SECONDS", type=float, help="begin no turn that would end later")
+    parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Start workers, or be one of a launcher's; where a layout ends one, start them again behind it."""
+    place = find_place(os.environ)
+    with no_blas_threads():
+        recipe = load_recipe(args.recipe, overrides)
+        import torch
+    for name, value in (("--ranks", args.ranks), ("--budget", args.budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} {value}: must be above 0")
+    from hetmesh.cli.launch import launch
+    from hetmesh.training.tune.tuner import STATE_FILE, Asked
+
+    if place is None:
+        torch.set_num_threads(1)  # workers are forked from this process
+    folder = Path(args.output or Path(recipe.job.dump_folder) / "tune")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    asked = Asked(
+        recipe,
+        args.recipe,
+        read_text(args.recipe),
+        tuple(overrides),
+        args.ranks or (recipe.world_size if place is None else place.size),
+        args.machine,
+        args.profile,
+        fixed_keys(args.fix),
+        args.budget,
+        folder,
+    )
+    for _ in range(MOST_STARTS):
+        try:
+            launch(_tune, asked.ranks, asked)
+            return 0
+        except LaunchError as error:
+            running = read_object(folder / STATE_FILE).get("running")
+            if place is not None or not running:
+                raise
+            print(f"{running}: a worker ended ({error}); going on behind it", flush=True)
+    raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
+
+
+def _tune(asked: Asked) -> None:
+    """On every rank."""
+    from hetmesh.report.tune_view import result_text, save_result, turn_line
+    from hetmesh.training.tune.tuner import tune
+
+    tuner = tune(asked, lambda tuner: print(turn_line(tuner), flush=True))
+    if tuner is None:  # another rank
+        return
+    print(result_text(tuner, save_result(asked, tuner)), flush=True)
+    if tuner.best is None:
+        raise UsageError("no layout ran")

@@ -1,0 +1,139 @@
+"""What running layouts gave, and the file that keeps it: what was measured counts, whoever is killed afterwards."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hetmesh.errors import UsageError
+from hetmesh.files import from_json, read_file, write_json
+
+LEAST_SCATTER = 0.005
+"""Of a step: no clock and no machine is better."""
+DIED = "processes died with it, twice (out of memory?)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one turn of a layout gave.
+
+    Attributes:
+        layout: `str` of its `LayoutPlan`.
+        steps: seconds of its timed steps, on the rank that took longest.
+        parts: of one more step seconds on the mean rank, by kind of action (`guesses.step_parts`).
+        peak_bytes: of tensors on the rank that held most; 0: the device does not count them.
+        spent_s: seconds that the turn took, with building the modules.
+        failed: why it did not run; empty: it did.
+        out_of_memory: whether that was for want of memory.
+    """
+
+    layout: str
+    steps: tuple[float, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    spent_s: float = 0.0
+    failed: str = ""
+    out_of_memory: bool = False
+
+
+@dataclass
+class Findings:
+    """All of them, in order.
+
+    Attributes:
+        of: what they are findings about; those of something else are of no use.
+        path: of the file; None: there is none.
+        each: the findings.
+        running, begun: the layout that has begun and is not over, and how often: where a file says so, a process died.
+        factors: logarithms by which the fit has changed the machine's constants so far.
+        peak_flops: of the machine, as measured at the first start where its file has none.
+    """
+
+    of: str = ""
+    path: Path | None = None
+    each: list[Finding] = field(default_factory=list)
+    running: str = ""
+    begun: int = 0
+    factors: dict[str, float] = field(default_factory=dict)
+    peak_flops: dict[str, float] = field(default_factory=dict)
+
+    def save(self) -> None:
+        """Raises OutputError: the file cannot be written."""
+        if self.path is not None:
+            each = [asdict(finding) for finding in self.each]
+            known = {name: getattr(self, name) for name in ("of", "running", "begun", "factors", "peak_flops")}
+            write_json(self.path, {**known, "findings": each}, indent=1)
+
+    @classmethod
+    def load(cls, path: Path, of: str) -> Findings:
+        """What `save` wrote; empty where there is none, or it is of something else. A layout with which processes
+        died twice has failed: once may have been a kill. Raises UsageError: the file is none that `save` wrote."""
+        if not path.exists():
+            return cls(of, path)
+        try:
+            raw = from_json(read_file(path))
+            each = [Finding(**(own | {"steps": tuple(map(float, own["steps"]))})) for own in raw["findings"]]
+            numbers = ({k: float(v) for k, v in raw[key].items()} for key in ("factors", "peak_flops"))
+            found = cls(str(raw["of"]), path, each, str(raw["running"]), int(raw["begun"]), *numbers)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path}: not one that `hetmesh tune` wrote ({error}); move it away") from error
+        if found.of != of:
+            return cls(of, path)
+        if found.begun > 1:
+            found.add(Finding(found.running, failed=DIED))
+        return found
+
+    def begin(self, layout: str) -> None:
+        """A turn begins."""
+        self.begun = self.begun + 1 if layout == self.running else 1
+        self.running = layout
+        self.save()
+
+    def add(self, finding: Finding) -> None:
+        """A turn is over."""
+        self.each.append(finding)
+        self.running, self.begun = "", 0
+        self.save()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The median step of each layout that ran."""
+        ran = self._ran().items()
+        return {layout: statistics.median(s for turn in turns for s in turn.steps) for layout, turns in ran}
+
+    @property
+    def failed(self) -> dict[str, Finding]:
+        """Why others did not."""
+        return {finding.layout: finding for finding in self.each if finding.failed}
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """How often each layout ran."""
+        return {layout: len(turns) for layout, turns in self._ran().items()}
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all turns."""
+        return sum(finding.spent_s for finding in self.each)
+
+    @property
+    def scatter(self) -> float:
+        """How far the steps of a layout lie from their median, as a share of it: half of their range, which for three
+        steps is about the error of their median; of all layouts the median one."""
+        turns = [own.steps for own in self.each if len(own.steps) > 1]
+        each = [(max(steps) - min(steps)) / (2 * statistics.median(steps)) for steps in turns]
+        return max(statistics.median(each) if each else 0.0, LEAST_SCATTER)
+
+    def parts(self, layout: str) -> dict[str, float]:
+        """The mean of the parts of its turns."""
+        each = [own.parts for own in self.each if own.layout == layout and own.parts]
+        return {name: statistics.mean(parts.get(name, 0.0) for parts in each) for name in each[0]} if each else {}
+
+    def _ran(self) -> dict[str, list[Finding]]:
+        found: dict[str, list[Finding]] = {}
+        for finding in self.each:
+            if finding.layout not in self.failed:
+                found.setdefault(finding.layout, []).append(finding)
+        return found

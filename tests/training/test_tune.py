@@ -1,0 +1,290 @@
+"""`hetmesh tune`: its search over a table of made steps, and the command on real ranks."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from hetmesh.cli import main
+from hetmesh.cost import Machine, load_machine, machine_toml
+from hetmesh.errors import UsageError
+from hetmesh.planner import LayoutPlan
+from hetmesh.planner.layout_plan import ModulePlan
+from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.tune.constants import corrected_memory, with_factors
+from hetmesh.training.tune.findings import DIED, Finding, Findings
+from hetmesh.training.tune.guesses import Guess
+from hetmesh.training.tune.tuner import Tuner
+from hetmesh.training.tune.turns import FIRST
+
+TRUE = Machine(
+    "made",
+    "here",
+    {"float32": 1e11},
+    memory_bytes=1000,
+    memory_bandwidth=1e10,
+    node_bandwidth=1e9,
+    efficiency=0.5,
+    operation_overhead=1e-4,
+    action_overhead=1e-4,
+    step_overhead=1e-2,
+    node_latency=1e-4,
+)
+DEGREES = ((1, 1, 2, 1, 1), (1, 2, 1, 1, 1), (1, 1, 1, 1, 2), (2, 1, 1, 1, 1))
+
+
+def module(degrees, again="none"):
+    return ModulePlan((0, 2), degrees, again)
+
+
+PLANS = [
+    LayoutPlan(
+        "homogeneous" if vision == llm else "colocated",
+        {"vision": module(vision), "llm": module(llm, again)},
+        "1f1b",
+        size,
+    )
+    for vision in DEGREES
+    for llm in DEGREES
+    for again in ("none", "full")
+    for size in (1, 2, 4)
+]
+
+
+class MadeLayouts:
+    """Layouts of which every step is a sum over constants, as the simulator's mostly is."""
+
+    complete = True
+
+    def __init__(self, plans=PLANS):
+        self.plans = {str(plan): plan for plan in plans}
+        self.common = {name for name, plan in self.plans.items() if plan.placement == "homogeneous"}
+        self.problem = SimpleNamespace(ranks=2)
+
+    def limit(self, machine):
+        return machine.memory_bytes
+
+    def guesses(self, machine, names=None, *, parts=False):
+        return {name: self.guess(machine, self.plans[name]) for name in (self.plans if names is None else names)}
+
+    def guess(self, m, plan):
+        count, parts = 16 // plan.microbatch_size, {"sums": 0.0, "optimizer": m.step_overhead, "collectives": 0.0}
+        held = m.context_bytes + 40 * plan.microbatch_size
+        for name, flops in (("vision", 4e8), ("llm", 2e9)):
+            pp, _, shard, _, tp = plan.modules[name].degrees
+            again = 4 / 3 if plan.modules[name].activation_checkpoint == "full" else 1.0
+            rate = m.efficiency * m.peak_flops["float32"]
+            each = again * (flops / rate / 2 + 20 * m.operation_overhead) * (1 + (pp > 1) / count) + m.action_overhead
+            sent = (tp > 1) * 8 * (m.node_latency + 1e5 / m.node_bandwidth)
+            sent += (shard > 1) * 4 * (m.node_latency + 4e5 / m.node_bandwidth)
+            parts |= {
+                f"{name} forward": count * (each / 3 + sent / 2),
+                f"{name} backward": count * (2 * each / 3 + sent / 2),
+            }
+            parts["collectives"] += count * sent
+            parts["optimizer"] += 1e7 / m.memory_bandwidth / (2 if shard > 1 else 1)
+            held += (200 if shard == 1 else 100) + (100 if again == 1 else 0)
+        seconds = sum(parts.values()) - parts["collectives"]
+        return Guess(seconds, held - m.context_bytes, m.context_bytes, held <= m.memory_bytes, parts)
+
+
+def off(name):
+    """What the simulator does not know of a layout: up to 4%."""
+    return 1 + 0.04 * math.sin(sum(map(ord, name)))
+
+
+def ran(layouts, turn, *, limit=1000):
+    """The turn of a layout in truth."""
+    guess = layouts.guess(TRUE, layouts.plans[turn.layout])
+    if guess.peak_bytes > limit:
+        return Finding(turn.layout, spent_s=1.0, failed="rank 0: OutOfMemoryError", out_of_memory=True)
+    steps = tuple(guess.seconds * off(turn.layout) * (1 + 0.01 * math.cos(i)) for i in range(turn.steps))
+    return Finding(turn.layout, steps, guess.parts, 0, 1.0)
+
+
+WRONG = {
+    "efficiency": 1,
+    "memory_bandwidth": -1,
+    "operation_overhead": -1,
+    "action_overhead": -1,
+    "step_overhead": -1,
+    "node_bandwidth": -1,
+    "node_latency": 1,
+}
+
+
+def wrong(sign):
+    return with_factors(TRUE, {name: sign * way * math.log(3) for name, way in WRONG.items()})
+
+
+def searched(tuner, **truth):
+    while (turn := tuner.next()) is not None:
+        tuner.add(ran(tuner.layouts, turn, **truth))
+    return tuner
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_best_of_many_is_found_from_wrong_constants(sign):
+    """Few of 96 run, the best among them; those that did not are predicted."""
+    layouts = MadeLayouts()
+    tuner = searched(Tuner(layouts, wrong(sign), Findings()))
+    truth = {name: layouts.guess(TRUE, plan).seconds * off(name) for name, plan in layouts.plans.items()}
+    before, after = (
+        sum(abs(seconds[name] / truth[name] - 1) for name in truth) / len(truth)
+        for seconds in (tuner.before, tuner.ranking.seconds)
+    )
+    assert truth[tuner.best] <= 1.03 * min(truth.values())
+    assert len(tuner.findings.seconds) <= len(truth) / 5
+    assert after < 0.08 < 0.3 < before
+    assert layouts.common & tuner.findings.seconds.keys()
+
+
+def test_what_is_killed_goes_on_where_it_was(tmp_path):
+    """Every next turn follows from the file, also the fit from where it was; a layout whose process died has failed."""
+    path = tmp_path / "tune.json"
+    tuner, turns = Tuner(MadeLayouts(), wrong(1), Findings("a", path)), []
+    while (turn := tuner.next()) is not None:
+        turns.append(turn)
+        again = Tuner(MadeLayouts(), wrong(1), Findings.load(path, "a"))
+        assert again.next() == turn
+        tuner.add(ran(tuner.layouts, turn))
+    assert len(turns) > 4
+    tuner.findings.begin("one")
+    again = Findings.load(path, "a")  # it may have been killed from outside
+    assert "one" not in again.failed
+    again.begin("one")
+    assert Findings.load(path, "a").failed["one"].failed == DIED
+    assert not Findings.load(path, "another recipe").each
+
+
+def test_no_turn_begins_that_would_end_beyond_the_budget():
+    tuner = searched(Tuner(MadeLayouts(), wrong(1), Findings(), budget=3.5))
+    assert tuner.findings.spent_s == 3.0
+    assert tuner.best is not None
+
+
+def test_what_scatters_more_than_layouts_differ_is_left():
+    """No layout is asked that could win by less than scatter."""
+    plans = PLANS[:8]
+    tuner = Tuner(MadeLayouts(plans), TRUE, Findings())
+    for _ in range(FIRST):
+        turn = tuner.next()
+        tuner.add(Finding(turn.layout, (0.5, 1.0, 1.5), {}, 0, 1.0))
+    assert tuner.findings.scatter == 0.5
+    turn = tuner.next()
+    assert turn is None or turn.layout in tuner.findings.seconds
+
+
+def test_a_layout_that_runs_out_of_memory_corrects_what_is_held():
+    """Those that hold as much are no candidates any more, and the search goes on without them."""
+    layouts = MadeLayouts()
+    tuner = searched(Tuner(layouts, wrong(1), Findings()), limit=500)
+    failed = [layouts.guess(TRUE, layouts.plans[name]).peak_bytes for name in tuner.findings.failed]
+    assert failed
+    left = [layouts.guess(tuner.machine, layouts.plans[name]) for name in tuner.ranking.seconds]
+    assert max(guess.peak_bytes for guess in left) < min(failed)
+    assert tuner.best is not None
+    unknown = replace(TRUE, memory_bytes=0)
+    assert 0 < corrected_memory(layouts, unknown, tuner.findings).memory_bytes <= min(failed) * 10 / 9
+
+
+def test_a_measured_peak_corrects_the_context():
+    layouts = MadeLayouts()
+    name = next(iter(layouts.plans))
+    held = layouts.guess(TRUE, layouts.plans[name]).peak_bytes
+    found = Findings(each=[Finding(name, (1.0,), {}, held + 70)])
+    assert corrected_memory(layouts, TRUE, found).context_bytes == 70
+
+
+TINY = """
+[modules.llm]
+model = "qwen3"
+[modules.llm.config]
+hidden_size = 32
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 16
+intermediate_size = 64
+[data]
+source = "failing:FailsOnce"
+options = { kinds = {} }
+[training]
+local_batch_size = 4
+[parallelism.llm]
+ranks = [0]
+"""
+FAILS_ONCE = """
+import os, torch
+from hetmesh.testing.sources import RandomMedia
+
+class FailsOnce(RandomMedia):
+    loaded = 0
+
+    def load(self, *args, **kwargs):
+        FailsOnce.loaded += 1
+        if os.environ["RANK"] == "1" and FailsOnce.loaded == 3:
+            raise torch.OutOfMemoryError("made here")
+        return super().load(*args, **kwargs)
+"""
+
+
+def command(*arguments):
+    return main([*arguments])
+
+
+@pytest.mark.slow
+def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, start_forked):
+    """Rank 1 runs out of memory in the first turn, in the middle of a step: both ranks go on in the same processes."""
+    (tmp_path / "failing.py").write_text(FAILS_ONCE)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    folder = tmp_path / "out"
+    fixed = ("microbatch_size=2", "llm.activation_checkpoint=none", "llm.pipeline_parallel_degree=1")
+    keys = [key for own in fixed for key in ("--fix", own)]
+    process = start_forked(command, "tune", str(tmp_path / "tiny.toml"), "--ranks", "2", "--output", str(folder), *keys)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    findings = json.loads((folder / "tune.json").read_text())["findings"]
+    first, *others = findings
+    assert first["failed"] == "rank 1: OutOfMemoryError: made here"
+    assert first["out_of_memory"]
+    assert others
+    assert all(own["steps"] and own["parts"]["llm forward"] > 0 for own in others)
+    assert load_recipe(folder / "recipe.toml").world_size == 2
+    machine = load_machine(str(folder / "machine.toml"))
+    assert machine.memory_bytes > 0  # what the first layout would have taken was too much
+    assert machine.operation_overhead > 0
+    assert "failed" in out
+    assert "OutOfMemoryError" in (folder / "tune.html").read_text()
+
+
+def test_wrong_arguments_are_errors(tmp_path, capsys):
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    path = str(tmp_path / "tiny.toml")
+    for arguments, said in (
+        (["nowhere.toml"], "nowhere.toml"),
+        ([path, "--budget", "0"], "--budget 0.0: must be above 0"),
+        ([path, "--fix", "tp"], "--fix tp: write KEY=VALUE"),
+        ([path, "--output", f"{path}/out"], "cannot be written"),
+    ):
+        assert main(["tune", *arguments]) in (1, 2)
+        assert said in capsys.readouterr().err
+
+
+def test_findings_that_are_none_are_an_error(tmp_path):
+    path = tmp_path / "tune.json"
+    path.write_text('{"of": "a"}')
+    with pytest.raises(UsageError, match=r"tune\.json: not one that `hetmesh tune` wrote .*; move it away"):
+        Findings.load(path, "a")
+
+
+def test_a_machine_file_is_read_as_it_was(tmp_path):
+    """Every constant, also those that were fitted."""
+    machine = with_factors(replace(TRUE, busy_slowdown=(1.0, 1.1)), {"efficiency": 2.0, "busy_slowdown 3": 0.5})
+    (tmp_path / "made.toml").write_text(machine_toml(machine, "fitted"))
+    assert load_machine(str(tmp_path / "made.toml")) == machine
+    assert machine.efficiency == 1.0  # its peak was too low
+    assert machine.peak_flops["float32"] > TRUE.peak_flops["float32"]
+    assert machine.busy_slowdown[2] > 1.65
