@@ -81,7 +81,7 @@ def kept(name):
 def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
     """Each of them that a page names."""
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    planner, optimus, survey = kept("planner"), kept("optimus"), kept("survey")
+    planner, optimus, survey, cards = kept("planner"), kept("optimus"), kept("survey"), kept("cards")
     kinds = [survey[kind] for kind in ("image_text", "audio_text")]
     classes = (*(str(kind[key]) for kind in kinds for key in ("passed", "classes")), str(survey["video"]))
     found = {
@@ -92,6 +92,10 @@ def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
             classes[4],
         ),
         r"predicted gain is ([\d.]+) points off": (f"{planner['gain_error_points']:.1f}",),
+        r"runs are (\d+)% off \(rank correlation ([\d.]+)\)": (
+            f"{100 * cards['mean_step_error']:.0f}",
+            f"{cards['rank_correlation']:.2f}",
+        ),
         r"`share_of_bound` \(([\d.]+)\)": (f"{optimus['share_of_bound']:.2f}",),
         r"doing nothing scores ([\d.]+)": (f"{optimus['share_of_bound_unfilled']:.2f}",),
     }

@@ -7,7 +7,7 @@ from hetmesh.errors import RecipeError
 
 
 def test_the_machines_that_come_with_hetmesh():
-    assert MACHINES == ("a100", "cpu", "h100", "h200")
+    assert MACHINES == ("a100", "b200", "cpu", "gb200", "h100", "h200")
     for name in MACHINES:
         machine = load_machine(name)
         assert machine.name == name
@@ -19,7 +19,10 @@ def test_the_machines_that_come_with_hetmesh():
 
 @pytest.mark.parametrize(
     ("reported", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")],
+    [
+        *(("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100")),
+        *(("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200")),
+    ],
 )
 def test_a_device_finds_its_machine(reported, name):
     found = find_machine(reported)
@@ -59,5 +62,5 @@ def test_what_is_wrong_with_a_file(tmp_path, text, message):
 
 
 def test_an_unknown_name_lists_the_valid_ones():
-    with pytest.raises(RecipeError, match="machine 'h1000': valid are a100, cpu, h100, h200, or the path"):
+    with pytest.raises(RecipeError, match="machine 'h1000': valid are a100, b200, cpu, gb200, h100, h200, or the path"):
         load_machine("h1000")

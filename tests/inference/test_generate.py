@@ -66,7 +66,7 @@ ASKED = ("llava", "qwen3_vl", "gemma3", "paligemma", "mistral3", "qwen2_5_vl")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some(("llava", "gemma3", "qwen2_5_vl"), ASKED))
+@pytest.mark.parametrize("name", some(("llava", "qwen2_5_vl"), ASKED))
 def test_greedy_answers_are_those_of_transformers_generate(tmp_path, name):
     given = parse_recipe(tiny_vlms.recipe_text(tiny_vlms.save(name, tmp_path)).replace("float64", "float32"))
     model = OneProcess.load(given)

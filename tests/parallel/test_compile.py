@@ -9,7 +9,6 @@ from hetmesh.graph.module_graph import SAVE_OPS
 from hetmesh.parallel.activation_checkpoint import apply_activation_checkpoint
 from hetmesh.parallel.compile import apply_compile, missing_compiler
 from hetmesh.parallel.random_state import RandomPlace, entering, seed_by_place
-from support.often import some
 
 
 def test_without_a_compiler_modules_run_uncompiled_and_it_says_so(monkeypatch):
@@ -63,7 +62,11 @@ def without():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "save_ops"),
-    some([("selective", SAVE_OPS)], [("full", SAVE_OPS), ("selective", SAVE_OPS), ("selective", ["aten.mm"])]),
+    [
+        ("selective", SAVE_OPS),
+        pytest.param("full", SAVE_OPS, marks=pytest.mark.exhaustive),
+        pytest.param("selective", ["aten.mm"], marks=pytest.mark.exhaustive),
+    ],
 )
 def test_blocks_are_compiled_also_under_activation_checkpointing(without, mode, save_ops):
     """As many graphs as without (the first block's input needs no gradient), none of them interrupted."""

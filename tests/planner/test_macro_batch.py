@@ -131,7 +131,9 @@ def test_a_recipes_own_data_drift_where_they_are_not_shuffled():
         (64, 512, 4, 2),  # in one batch
         (512, 64, 8, 8),
         (512, 8, 64, 8),  # no more are simulated
-        (4096, 2048, 4, 2),  # of large batches two are simulated, whatever is certified
+        pytest.param(
+            4096, 2048, 4, 2, marks=pytest.mark.exhaustive
+        ),  # of large batches two are simulated, whatever is certified
         (0, 64, 64, 8),  # nothing is certified: all that was looked at
     ],
 )

@@ -223,7 +223,7 @@ def test_what_is_wrong_with_directory_or_data_is_said_as_check_says_it(root, wri
         (["--data", "qwen3_vl"], "--data = 'qwen3_vl': no conversations in it: one conversation per line of a .jsonl"),
         (["--data", "nowhere"], "--data = 'nowhere': there is no such file"),
         (["--data", "pets", "--ranks", "0"], "--ranks 0: must be above 0"),
-        (["--data", "pets", "--machine", "m1"], "machine 'm1': valid are a100, cpu"),
+        (["--data", "pets", "--machine", "m1"], "machine 'm1': valid are a100, b200, cpu"),
         (["--data", "pets", "--training.stpes", "1"], "did you mean 'steps'?"),
     ):
         assert says in written(*arguments, status=2)

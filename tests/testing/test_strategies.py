@@ -42,7 +42,7 @@ CORNERS = {
     "3 ranks to 2": lambda p: (p.src.mesh.size, p.dst.mesh.size) == (3, 2),
     "gaps": lambda p: max(p.src.mesh.ranks) - min(p.src.mesh.ranks) >= p.src.mesh.size,
     "not ascending": lambda p: any(a > b for a, b in pairwise(p.src.mesh.ranks)),
-    "three axes": lambda p: p.src.mesh.sizes == (2, 2, 2),
+    "three axes": lambda p: p.src.mesh.ndim == 3,
     "an axis of size 1": lambda p: p.src.mesh.size > 1 and 1 in p.src.mesh.sizes,
     "a dim of size 0": lambda p: 0 in p.shape,
     "an empty shard": lambda p: 0 not in p.shape and any(0 in p.src.local_shape(p.shape, r) for r in p.src.mesh.ranks),

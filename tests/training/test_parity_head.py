@@ -86,7 +86,7 @@ CASES = {
         "zero_bubble", TWO, table("llm", "2-3", pp=2), vision="trainable = false", llm=ADAPTED
     ),
 }
-OFTEN = ("TP, split backward, generators", "FSDP x TP, LoRA, computed again", "TP, tied")
+OFTEN = ("TP, split backward, generators", "TP, tied")
 
 
 @pytest.mark.parametrize(
