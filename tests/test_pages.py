@@ -51,6 +51,11 @@ RUN_BY = {
     "src/hetmesh/planner/README.md": {
         "hetmesh plan recipes/siglip_qwen3_8b.toml": (f"{COMMANDS}::test_plan_then_look_at_the_plan",),
     },
+    "src/hetmesh/training/tune/README.md": {
+        "hetmesh tune recipes/digits.toml": (
+            "tests/training/test_tune.py::test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank",
+        ),
+    },
     "src/hetmesh/data/README.md": {
         "[[data.phases]]": ("tests/data/test_data_mixture.py::test_the_phases_that_the_page_shows",),
         "[data.options.generated]": ("tests/data/test_data_generated.py::test_the_options_that_the_page_shows",),

@@ -216,7 +216,7 @@ ROWS = (
         "python tools/bench.py plans",
     ),
     Row(
-        "`hetmesh tune` on two cores, five problems of 37 layouts and more, from constants wrong by a factor of three: "
+        "`hetmesh tune` on two cores, five problems of 35 to 67 layouts, from constants wrong by a factor of three: "
         "choices within 3% of the best; time, as a share of measuring all; error of predicted steps of layouts that "
         "never ran, before and after",
         "tune",

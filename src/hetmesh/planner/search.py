@@ -53,10 +53,9 @@ class Found:
 
     Attributes:
         best: of each placement, the fastest first; what does not fit into memory is not in here.
-        considered, simulated, too_large: how many candidates there were, were simulated, and of these do not fit.
+        considered, simulated, too_large: how many candidates there were, were simulated (`every`), and do not fit.
         refused: why others cannot run, and how many.
         least_bytes: of the rank that holds most, where that is least of all that were simulated; None: none was.
-        every: all that were simulated, also what does not fit; of each the last prediction.
     """
 
     best: Mapping[str, tuple[Prediction, ...]]
@@ -117,10 +116,9 @@ class _Search:
             final = self._filled(self._variants(self._near(list(chosen.values()))), leaders)
             best[placement] = tuple(final[:shown])
         asked = {key: found for (_, key), found in self.known.items()}
-        found = [plan for plan in asked.values() if plan is not None]
-        too_large = sum(not plan.fits for plan in found)
-        least = min((plan.peak_bytes for plan in found), default=None)
-        return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least, tuple(found))
+        found = tuple(plan for plan in asked.values() if plan is not None)
+        too_large, least = sum(not p.fits for p in found), min((p.peak_bytes for p in found), default=None)
+        return Found(best, len(self.estimated), len(asked), too_large, dict(self.refused), least, found)
 
     def _predict(self, plan: LayoutPlan, how: str = "quick") -> Prediction | None:
         how = how if how in self.predictors else "exact"

@@ -41,7 +41,7 @@ _NUDGE = 0.05  # by which derivatives are taken
 
 
 def fitted_names(machine: Machine, ranks: int) -> list[str]:
-    """The constants of a machine of which so many ranks can say something."""
+    """The constants of a machine that this number of ranks shows."""
     far = 0 < machine.ranks_per_node < ranks
     names = [
         name

@@ -48,6 +48,8 @@ class Tuner:
         self.layouts, self.given, self.findings, self.budget = layouts, machine, findings, budget
         self.machine, self.ranking = machine, Ranking()
         self._guesses: tuple[Machine | None, dict[str, Guess]] = None, {}
+        if findings.factors and not layouts.complete:
+            layouts.search(with_factors(machine, findings.factors))
         self._look()
 
     def _look(self) -> None:
@@ -88,7 +90,7 @@ class Tuner:
     @property
     def best(self) -> str | None:
         """The layout with the least median step; None: none ran."""
-        seconds = self.findings.seconds
+        seconds = {name: own for name, own in self.findings.seconds.items() if name in self.layouts.plans}
         return min(seconds, key=lambda name: seconds[name]) if seconds else None
 
 

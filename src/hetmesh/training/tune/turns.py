@@ -31,7 +31,7 @@ _CURIOUS, _DOUBT = 2.0, 1.0  # standard deviations that count in favour of what 
 
 
 class Turn(NamedTuple):
-    """A layout that runs next, for so many timed steps."""
+    """A layout that runs next, and its timed steps."""
 
     layout: str
     steps: int
@@ -52,7 +52,7 @@ class Ranking:
     simulated: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     def at_best(self, layout: str, deviations: float) -> float:
-        """Its seconds if they are so many standard deviations less."""
+        """Its seconds, if they are that much less."""
         return self.seconds[layout] * math.exp(-deviations * self.doubt[layout])
 
 
