@@ -118,7 +118,7 @@ def _outgrown(run: RunView) -> Iterator[Advice]:
     if (fifth := min(map(len, work.values()), default=0) // 5) < MIN_LOSSES // 5:
         return
     first, last = ({name: mean(v[part]) for name, v in work.items()} for part in (slice(fifth), slice(-fifth, None)))
-    before, now = ({name: v / (sum(each.values()) or 1.0) for name, v in each.items()} for each in (first, last))
+    before, now = ({name: v / (sum(work.values()) or 1.0) for name, v in work.items()} for work in (first, last))
     name = max(work, key=lambda name: now[name] - before[name])
     if (gained := now[name] - before[name]) > SHIFT:
         found = f"{name} does {now[name]:.0%} of the work of a step, and did {before[name]:.0%}: the layout is outgrown"

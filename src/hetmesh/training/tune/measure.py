@@ -45,7 +45,7 @@ def measure(recipe: Recipe, layout: str, steps: int, world: World, payloads: Pay
     names = sorted({name for _, parts, _ in everyone for name in parts})
     return Finding(
         layout,
-        tuple(max(each) for each in zip(*(own for own, _, _ in everyone), strict=True)),
+        tuple(max(step) for step in zip(*(own for own, _, _ in everyone), strict=True)),
         {name: statistics.mean(parts.get(name, 0.0) for _, parts, _ in everyone) for name in names},
         max(peak for _, _, peak in everyone),
         max(gather_objects(time.perf_counter() - started, world, "the end of a turn")),
