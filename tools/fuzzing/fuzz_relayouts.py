@@ -3,7 +3,8 @@
 Two steps in the first layout, a relayout, three in the second: losses are those of the job that stays (error below
 1e-10), ranks receive no more than what they lack, and hold at most 1.25 of their larger share. The model has an
 encoder, a projector and an LLM, with experts or adapters, with something frozen, tied, or trained by Muon
-(`support.relayouts`). Of `peak`, tiny models whose largest tensor is a quarter of a share are left out."""
+(`support.relayouts`). Memory is that of the new modules and of what moves, without the table of names, beside which
+these models are small."""
 
 from __future__ import annotations
 

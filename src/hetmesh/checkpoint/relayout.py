@@ -263,11 +263,11 @@ class MovingState:
                 tag = world.next_tag()
                 if world.rank in before[key].layout.mesh or world.rank in after[key].layout.mesh:
                     received += self._move(key, before[key], after[key], tag)
-        for (name, key), value in self.before.values.items():
+        for (name, kept), value in self.before.values.items():
             if (name, "") in self.new:
                 if isinstance(value, tuple):
                     value = value[0].to("cpu" if value[1] else local_part(self.new[name, ""]).device, copy=True)
-                self.kept.setdefault(name, {})[key] = value
+                self.kept.setdefault(name, {})[kept] = value
         return received
 
     def _move(self, key: Key, before: HeldTensor, after: HeldTensor, tag: int) -> int:
@@ -294,7 +294,7 @@ class MovingState:
                 storage = local_part(parameter).untyped_storage()
                 storage.resize_(self.later[parameter])
                 if storage.nbytes() > local_part(parameter).nbytes:
-                    storage.fill_(0)  # what FSDP pads
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()  # what FSDP pads
             return parameter
         made = torch.empty_like(parameter.detach(), dtype=held.dtype)
         if not held.as_parameter:

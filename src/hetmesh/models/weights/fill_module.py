@@ -60,8 +60,8 @@ def materialize(
     for root in roots:
         if any(isinstance(part, FSDPModule) for part in root.modules()):
             root._apply(lambda tensor: tensor)  # FSDP keeps references to parameters; now it looks them up again
-    for parameter in () if later is None else made.values():
-        if parameter not in later:
+    for parameter in made.values():
+        if later is not None and parameter not in later:
             _free(parameter, later)
 
 
