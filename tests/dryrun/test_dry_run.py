@@ -131,10 +131,11 @@ IN_GAPS = (
 )
 
 
+@pytest.mark.exhaustive  # tests/simulate/test_measured_memory.py has a generator beside a pipeline
 @pytest.mark.slow
 def test_what_a_generator_keeps_in_gaps_does_not_grow_with_the_microbatches(apart):
     """Beside what other modules on its rank hold meanwhile, of which schedules have more or less."""
-    counts = 4, 8
+    counts = 6, 12
     runs = [apart(dry, "digits_draw", 1, *IN_GAPS, f"--training.local_batch_size={8 * n}")[0] for n in counts]
     actions = [[span for span in run.actions if str(span.label).startswith("drawer.0 ")] for run in runs]
     assert [len(own) for own in actions] == [2 * n + 1 for n in counts]  # forwards, backwards, one sum

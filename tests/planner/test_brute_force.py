@@ -113,6 +113,7 @@ def test_estimates_lead_near_the_optimum_where_few_candidates_are_simulated(monk
     assert found is None or found.step_s <= 1.05 * best, found.plan
 
 
+@pytest.mark.exhaustive  # tests/planner/test_encoder_plans.py has a chosen split
 @pytest.mark.parametrize(("ranks", "seed"), [(3, 0), *MORE_RANKS])
 def test_the_chosen_split_is_near_the_best_of_its_neighbours(ranks, seed):
     given = load_recipe(

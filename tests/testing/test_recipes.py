@@ -98,6 +98,7 @@ def test_drawn_recipes_equal_one_process(pool, fuzz, world, count, seed):
         assert error is None, f"{error}\n\n{case.told()}"
 
 
+@pytest.mark.exhaustive  # all features are above
 @pytest.mark.slow
 def test_few_recipes_hold_most_features():
     found = [case.features for case in varied(draw_recipes(120, 100, 4), 22)]

@@ -85,7 +85,7 @@ EXPERTS = {
     "fsdp 2, cp 2, again": LAYOUTS["cp 2, fsdp 2, again"],
 }
 """Of experts that ranks share, beside one that every token goes through."""
-OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), ("qwen3_5_moe", "ep 2, tp 2, sp")]
+OFTEN = [("qwen3_5", "cp 2, tp 2, sp"), pytest.param("qwen3_5_moe", "ep 2, tp 2, sp", marks=pytest.mark.exhaustive)]
 """With a convolution; `attention/test_recurrence.py` has convolutions alone, and cuts of every kind."""
 
 

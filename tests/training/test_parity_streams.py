@@ -34,10 +34,9 @@ def take_without_waiting(self, stage, microbatch):
     return self._copied.pop((stage, microbatch))[0]
 
 
+@pytest.mark.exhaustive  # test_parity_gaps.py has streams, too
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [each if "FSDP" in each else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_streams_change_nothing_and_are_in_order(pool4, case):
     results = pool4.run(on_streams, case, 2, timeout=240.0)
     for _, races, streams, waits in results:

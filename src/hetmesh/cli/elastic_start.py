@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -12,9 +10,10 @@ from pathlib import Path
 from hetmesh.boundary.meeting import from_first_rank
 from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import RecipeError
-from hetmesh.files import read_text, writing
+from hetmesh.files import from_json, read_text, writing
 from hetmesh.planner import search
 from hetmesh.recipe.recipe import Recipe, load_recipe, place_beside
+from hetmesh.recipe.sections import freeze
 from hetmesh.records.dump_folder import resumable, steps_after
 from hetmesh.report.plan_text import nothing_found
 from hetmesh.resolve.elastic import (
@@ -51,10 +50,15 @@ def agreed_recipe(path: Path, recipe: Recipe, overrides: Sequence[str], ranks: i
         chosen, line = choose(path, recipe, overrides, ranks)
         if line:
             print(line, flush=True)
-        return b64encode(pickle.dumps(chosen)).decode()
+        return chosen.model_dump_json(by_alias=True, exclude_defaults=True)
 
     found = from_first_rank(decide, timedelta(seconds=recipe.comm.init_timeout_seconds))
-    return pickle.loads(b64decode(found)) if found else None
+    if not found:
+        return None
+    agreed = Recipe.model_validate(freeze(from_json(found)))
+    if recipe.code_folder is not None:
+        place_beside(agreed, recipe.code_folder)
+    return agreed
 
 
 def choose(path: Path, recipe: Recipe, overrides: Sequence[str], ranks: int) -> tuple[Recipe, str]:
