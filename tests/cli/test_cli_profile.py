@@ -17,6 +17,7 @@ def command(*arguments):
     return main([*arguments])
 
 
+@pytest.mark.exhaustive  # parts: test_collectives_of_context_parallelism_are_measured, tests/training/test_profile.py
 @pytest.mark.slow
 def test_a_profile_is_written_and_its_errors_said(tmp_path, start_forked):
     """E1: layers, and their collectives with a process for each rank: in a process of its own, which starts them."""

@@ -151,7 +151,7 @@ def test_ranks_that_share_two_key_heads_keep_a_whole_one_each(adapter_class, tp)
         (torch.float32, True, None),
         (torch.bfloat16, True, None),
         (torch.bfloat16, False, None),
-        (torch.bfloat16, True, "aot_eager_decomp_partition"),
+        pytest.param(torch.bfloat16, True, "aot_eager_decomp_partition", marks=pytest.mark.exhaustive),
     ],
 )
 def test_under_sequence_parallelism_only_shares_are_kept_of_what_was_gathered(monkeypatch, dtype, trainable, backend):

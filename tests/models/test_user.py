@@ -201,6 +201,7 @@ def test_shares_of_the_tokens_of_a_stage_are_refused(example):
         resolve(load_recipe(example, overrides))
 
 
+@pytest.mark.exhaustive  # the example in layouts is above
 @pytest.mark.slow
 def test_the_command_of_the_page_trains_from_any_folder(example, tmp_path, monkeypatch, start_training):
     monkeypatch.chdir(tmp_path)
