@@ -119,7 +119,8 @@ def _code(text: str) -> str:
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         imports = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hetmesh"
-        if imports or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        words = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.stmt) and (imports or words):
             left_out |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines = (line for number, line in enumerate(text.splitlines(), 1) if number not in left_out)
     return "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))

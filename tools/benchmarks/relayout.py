@@ -49,7 +49,7 @@ JUDGES = (
 """What an output of it judges (`kept.py`)."""
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "digits_single.toml"
-PARALLEL = {
+PARALLEL: dict[str, dict[str, Any]] = {
     "fsdp": {"ranks": "0-1", "data_parallel_shard_degree": 2},
     "tp": {"ranks": "0-1", "tensor_parallel_degree": 2},
     "pp": {"ranks": "0-1", "pipeline_parallel_degree": 2},

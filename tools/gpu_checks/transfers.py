@@ -77,7 +77,7 @@ def measure(world: World, sizes: dict[str, int], rounds: int) -> dict[str, dict[
     for size, rows in sizes.items():
         for transfer in transfers(world.size, rows * world.size):
             local, want = (share(world, transfer.shape, side) for side in (transfer.src, transfer.dst))
-            ways = {"hetmesh": Planned(world, transfer), "bare": Bare(world, transfer)}
+            ways: dict[str, Planned | Bare] = {"hetmesh": Planned(world, transfer), "bare": Bare(world, transfer)}
             got = ways["hetmesh"].run(local)
             wrong = (got is None) != (want is None) or (got is not None and not torch.equal(got, want))
             spans: dict[str, list[float]] = {name: [] for name in ways}

@@ -33,7 +33,7 @@ def long_context(machine: str) -> list[dict[str, Any]]:
 def crossover(machine: str) -> dict[str, Any]:
     """Encoders of several sizes before an LLM of 120B on 256 GPUs: the best colocated and the best disjoint layout that
     a search finds, LLM at TP 8. The paper has disjoint ahead from about 6B on."""
-    sizes = []
+    sizes: list[dict[str, Any]] = []
     for size in _ENCODERS:
         layout = Layout((8, 1, 1, 8), (8, 1, 4, 8))
         problem = row_problem(_row(size, 120.0, 0.5, 256, layout, layout), machine)
