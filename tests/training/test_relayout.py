@@ -28,7 +28,7 @@ CHAIN = ["tp 2, dp 2", "pp 2, fsdp 2", "last two ranks", "overlapping, hsdp"]
 def changed(recipe, **tables):
     """With other values of keys, by table."""
     each = {name: getattr(recipe, name).model_copy(update=keys) for name, keys in tables.items()}
-    return type(recipe).model_validate(recipe.model_copy(update=each).model_dump(by_alias=True))
+    return type(recipe).model_validate(recipe.model_copy(update=each).model_dump(by_alias=True, exclude_defaults=True))
 
 
 @pytest.mark.slow
@@ -208,6 +208,12 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint(pool4, tmp_path):
     for step, losses in pool4.run(resumed, second, timeout=180):
         assert step == 2
         assert losses == pytest.approx(truth[2:], rel=1e-10)
+
+
+def test_a_trainer_whose_job_left_its_layout_trains_no_more():
+    job, given = SimpleNamespace(recipe=recipe_in("tp 4")), recipe_in("disjoint")
+    with pytest.raises(RuntimeError, match="a Trainer stays in its layout"):
+        Trainer.train_step(SimpleNamespace(job=job, recipe=given))
 
 
 def test_a_tensor_lies_on_the_whole_mesh_of_its_stage():

@@ -232,7 +232,9 @@ class Trainer:
         raise Stopped(number)
 
     def train_step(self) -> StepMetrics:
-        """One optimizer step over one global batch."""
+        """One optimizer step over one global batch. Raises RuntimeError: its job was taken to another layout."""
+        if self.job.recipe is not self.recipe:  # its optimizers would update what the job no longer has
+            raise RuntimeError("Job.relayout is for loops over `open_job`: a Trainer stays in its layout")
         started = time.perf_counter()
         self.world.log.clear()
         planned = self.job.training_step.draw()
