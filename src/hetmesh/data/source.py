@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -136,16 +137,9 @@ def abilities_of(source: Source) -> SourceAbilities:
     custom: Any = source
     if (declared := getattr(custom, "abilities", None)) is not None:
         return declared
-    return SourceAbilities(
-        getattr(custom, "metas", None),
-        getattr(custom, "check_files", None),
-        getattr(custom, "decode", None),
-        lambda: getattr(custom, "end_ids", ()),
-        lambda: getattr(custom, "notes", ()),
-        getattr(custom, "values", ()),
-        getattr(custom, "judge", None),
-        getattr(custom, "media_shapes", {}),
-    )
+    own = {each.name: getattr(custom, each.name) for each in fields(SourceAbilities) if hasattr(custom, each.name)}
+    values = {name: partial(getattr, custom, name) for name in own.keys() & {"end_ids", "notes"}}
+    return SourceAbilities(**own | values)
 
 
 @runtime_checkable
@@ -197,7 +191,9 @@ def metas_of(
     for index in indices:
         with reading:
             try:
-                metas.append(source.meta(index))
+                meta = source.meta(index)
+                check_meta(meta)
+                metas.append(meta)
             except SampleError as error:
                 metas.append(str(error))
     return MetaArrays.of(metas)
