@@ -194,9 +194,7 @@ def full_layout(tensor: Tensor, spec: MeshSpec) -> Layout:
 def _over(mesh: MeshSpec, axes: tuple[str, ...], placements: tuple[Any, ...]) -> Layout:
     """`placements` on `axes` of `mesh`, in that order, in which they cut; replicas along all others."""
     others = [axis for axis in mesh.axes if axis not in axes]
-    order = [mesh.axes.index(axis) for axis in (*others, *axes)]
-    ranks = tuple(mesh.array.transpose(order).ravel().tolist())
-    ordered = MeshSpec(ranks, (*others, *axes), tuple(mesh.sizes[i] for i in order))
+    ordered = mesh.reordered([mesh.axes.index(axis) for axis in (*others, *axes)])
     return Layout(ordered, (*(Replicate() for _ in others), *placements))
 
 

@@ -20,7 +20,7 @@ from hetmesh.files import from_json
 from hetmesh.formatting import listed
 from hetmesh.models import pretrained_of
 from hetmesh.recipe.recipe import Recipe
-from hetmesh.recipe.section import freeze
+from hetmesh.recipe.section import flat, freeze
 from hetmesh.recipe.sections import Module, ModuleParallelism
 from hetmesh.resolve.directories import References
 
@@ -221,13 +221,10 @@ def described(changed: Changes) -> str:
     return listed([f"{key} {_shown(old)} -> {_shown(new)}" for key, (old, new) in changed.items()], _N_CHANGES)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
     """`value` by dotted key, without `FREE`."""
-    flat: dict[str, Any] = {}
-    for name, inner in ((f"{prefix}{key}", inner) for key, inner in value.items()):
-        if name not in FREE:
-            flat |= _flat(inner, f"{name}.") if isinstance(inner, Mapping) else {name: inner}
-    return {key.replace("parallelism.modules.", "parallelism."): inner for key, inner in flat.items()}
+    found = flat({name: table for name, table in value.items() if name not in FREE})
+    return {key.replace("parallelism.modules.", "parallelism."): inner for key, inner in found.items()}
 
 
 def _shown(value: Any) -> str:

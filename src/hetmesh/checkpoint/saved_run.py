@@ -21,7 +21,7 @@ from hetmesh.checkpoint.resume import RUN, RunState, configs
 from hetmesh.errors import CheckpointError, RecipeError
 from hetmesh.files import from_json, read_file
 from hetmesh.models import Adapter, pretrained_of
-from hetmesh.models.weights.fill_module import WRAPPERS
+from hetmesh.models.weights.fill_module import unwrapped_name
 from hetmesh.models.weights.load import check_weights, own_tensors, read_tensors
 from hetmesh.models.weights.pretrained import Pretrained
 from hetmesh.recipe.recipe import Recipe, place_beside
@@ -66,7 +66,7 @@ class SavedRun:
         entries = {}
         for key, entry in self.index.saved.items():
             if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata):
-                entries[_without_wrappers(key.removeprefix(MODEL))] = (key, entry)
+                entries[unwrapped_name(key.removeprefix(MODEL))] = (key, entry)
         return entries
 
     @cached_property
@@ -216,9 +216,3 @@ def run_recipe(folder: Path) -> Recipe:
     if code is not None:
         place_beside(recipe, code)
     return recipe
-
-
-def _without_wrappers(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

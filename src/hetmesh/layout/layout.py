@@ -106,15 +106,9 @@ class Layout(HashedOnce):
             return not (extents % parts).any(), int(extents.max()), -dim
 
         dim = max(range(len(shape)), key=score)
-        order = [*kept, *free]
-        mesh = MeshSpec(
-            tuple(self.mesh.array.transpose(order).ravel().tolist()),
-            tuple(self.mesh.axes[i] for i in order),
-            tuple(self.mesh.sizes[i] for i in order),
-        )
         plain = (Shard(sharded_dim(p) or 0) if self._is_strided(i) else p for i, p in enumerate(self.placements))
         by_axis = dict(enumerate(plain))
-        return Layout(mesh, (*(by_axis[i] for i in kept), *(Shard(dim) for _ in free)))
+        return Layout(self.mesh.reordered([*kept, *free]), (*(by_axis[i] for i in kept), *(Shard(dim) for _ in free)))
 
     def _is_strided(self, axis: int) -> bool:
         return isinstance(self.placements[axis], StridedShard)

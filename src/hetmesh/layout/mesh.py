@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -129,6 +129,11 @@ class MeshSpec(HashedOnce):
             (*self.axes[:first], name, *self.axes[last:]),
             (*self.sizes[:first], math.prod(self.sizes[first:last]), *self.sizes[last:]),
         )
+
+    def reordered(self, order: Sequence[int]) -> MeshSpec:
+        """The same ranks with their axes in another order, by number."""
+        ranks = tuple(self.array.transpose(order).ravel().tolist())
+        return MeshSpec(ranks, tuple(self.axes[i] for i in order), tuple(self.sizes[i] for i in order))
 
     def slice(self, axis: str, coordinate: int) -> MeshSpec:
         """The ranks at `coordinate` of `axis`, without that axis (of size 1 if there is no other); itself where it has

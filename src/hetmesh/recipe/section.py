@@ -14,6 +14,14 @@ def table_in(tables: Any, name: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values in a table, and in those inside it, by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 class FrozenDict(dict):
     """A dict that cannot be changed, so that a Recipe is a value: hashable, picklable, shareable."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from hetmesh.errors import HetmeshError, RecipeError, Refusals
 from hetmesh.formatting import counted, listed
 from hetmesh.recipe.overrides import parse_overrides
 from hetmesh.recipe.recipe import Recipe, load_recipe
+from hetmesh.recipe.section import flat
 from hetmesh.resolve.predictions import memory_fit, simulate_recipe
 from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import resolve
@@ -182,7 +183,7 @@ def _of_run_alone(overrides: Sequence[str]) -> list[str]:
 
 
 def _layout(recipe: Recipe) -> dict[str, Any]:
-    tables, said = _flat(recipe.model_dump(mode="json", by_alias=True)), _said(recipe)
+    tables, said = flat(recipe.model_dump(mode="json", by_alias=True)), _said(recipe)
     return {k: v for k, v in tables.items() if k not in said and not k.startswith(("job.", "elastic."))}
 
 
@@ -193,11 +194,4 @@ def _said(recipe: Recipe) -> dict[str, Any]:
     tables["training"]["global_batch_size"] = recipe.batch.global_batch_size
     for module in tables["modules"].values():
         del module["activation_checkpoint"]
-    return _flat(tables)
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    return flat(tables)

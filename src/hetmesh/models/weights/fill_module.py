@@ -25,11 +25,16 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that activation checkpointing and torch.compile insert into parameter names."""
 
 
-def plain_name(fqn: str) -> str:
-    """The FQN that a tensor had before its module was wrapped or got adapters."""
+def unwrapped_name(fqn: str) -> str:
+    """The FQN that a tensor had before its module was wrapped."""
     for wrapper in WRAPPERS:
         fqn = fqn.replace(wrapper, "")
-    return base_name(fqn)
+    return fqn
+
+
+def plain_name(fqn: str) -> str:
+    """The FQN that a tensor had before its module was wrapped or got adapters."""
+    return base_name(unwrapped_name(fqn))
 
 
 Sizes = MutableMapping[nn.Parameter, int]
