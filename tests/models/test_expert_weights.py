@@ -320,7 +320,11 @@ SPOILED = {
         without(rf"{OF_0}\.2\."),
         rf"3 missing: {OF_0}\.2\.down_proj\.weight, {OF_0}\.2\.gate_proj\.weight, {OF_0}\.2\.up_proj\.weight$",
     ),
-    "the last expert missing": ("one by one", without(rf"{OF_0}\.5\."), rf"3 missing: {OF_0}\.5\.gate_proj\.weight, "),
+    "the last expert missing": (
+        "one by one",
+        without(rf"{OF_0}\.5\."),
+        rf"2 of another shape: {OF_0}\.gate_up_proj \(made of {OF_0}\.0.* to {OF_0}\.4\..* is \[5, 2, 8, 24\]",
+    ),
     "all ups missing": (
         "one by one",
         without(rf"{OF_0}\.\d\.up"),
@@ -330,7 +334,7 @@ SPOILED = {
     "an expert too much": (
         "one by one",
         lambda t: {**t, **{n.replace("experts.5", "experts.6"): e.clone() for n, e in t.items() if f"{OF_0}.5" in n}},
-        rf"3 left over: {OF_0}\.6\.gate_proj\.weight, ",
+        rf"2 of another shape: {OF_0}\.gate_up_proj \(made of {OF_0}\.0.* to {OF_0}\.6\..* is \[7, 2, 8, 24\]",
     ),
     "no number": (
         "one by one",

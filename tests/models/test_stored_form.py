@@ -11,7 +11,6 @@ from hetmesh.models.weights.stored_form import (
     by_stored,
     cut,
     exchanged,
-    extra_tensors,
     in_parts,
     joined,
     reads,
@@ -102,18 +101,6 @@ def test_blocks_go_back_to_where_they_came_from(case):
 def test_a_hole_is_no_shape():
     form = stacked([cut(whole("t", (4, 2)), 0, 2, 4)], 0)
     assert stored_shape(by_stored({"": form})["t"]) is None
-
-
-def test_what_is_missing_or_too_much_in_a_list_is_named():
-    experts = stacked([whole(f"mlp.experts.{i}.w.weight", (2, 3)) for i in range(3)], 0)
-    assert extra_tensors(experts, (5, 2, 3)) == (["mlp.experts.3.w.weight", "mlp.experts.4.w.weight"], [])
-    assert extra_tensors(experts, (1, 2, 3)) == ([], ["mlp.experts.1.w.weight", "mlp.experts.2.w.weight"])
-    assert (
-        extra_tensors(experts, (3, 2, 4))
-        == extra_tensors(experts, (5, 2, 4))
-        == extra_tensors(whole("t", (3,)), (5,))
-        == ([], [])
-    )
 
 
 def test_a_dim_as_two_is_the_same_memory_or_an_error():

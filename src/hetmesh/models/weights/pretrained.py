@@ -13,7 +13,7 @@ from typing import Any
 from hetmesh.errors import RecipeError
 from hetmesh.files import json_object
 from hetmesh.formatting import listed
-from hetmesh.models.weights.stored_form import StoredForm, extra_tensors, whole
+from hetmesh.models.weights.stored_form import StoredForm, whole
 
 Names = tuple[tuple[str, str], ...]
 """One way in which checkpoints name a module's tensors: `(prefix in the module, prefix in the checkpoint)` pairs."""
@@ -182,13 +182,11 @@ class Pretrained:
             for name, theirs in found.items()
             if name not in expected and name not in aliases and not any(p.fullmatch(name) for p in patterns)
         ]
-        misshaped: list[str] = []
-        for name, shape in expected.items():
-            if name in found and forms[found[name]].shape != tuple(shape):
-                lacking, more = extra_tensors(forms[found[name]], tuple(shape))
-                missing += lacking
-                extra += more
-                misshaped += [] if lacking or more else [_misshaped(found[name], forms[found[name]], shape)]
+        misshaped = [
+            _misshaped(found[name], forms[found[name]], shape)
+            for name, shape in expected.items()
+            if name in found and forms[found[name]].shape != tuple(shape)
+        ]
         if len(missing) == len(expected):  # nothing fits: the left-over names would be all the others
             wrong = [f"none of the module's {len(expected)} tensors is in it, e.g. {listed(missing)}"]
             wrong.append(f"its own are {listed(list(self.tensors))}")

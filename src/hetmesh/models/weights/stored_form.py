@@ -221,19 +221,6 @@ def stored_shape(blocks: Sequence[tuple[str, StoredBlock]]) -> Shape | None:
     return shape if math.prod(shape) == sum(block.numel for _, block in blocks) else None
 
 
-def extra_tensors(form: StoredForm, shape: Shape) -> tuple[list[str], list[str]]:
-    """Where `form` stacks items along the only dim in which it differs from `shape`: names of the stored tensors that
-    are missing, and of those that are too many. Both empty where the shapes differ in another way."""
-    differ = [i for i, size in enumerate(form.shape) if i >= len(shape) or size != shape[i]]
-    if len(form.shape) != len(shape) or len(differ) != 1 or any(b.dims[differ[0]] is not None for b in form.blocks):
-        return [], []
-    (dim,), last = differ, form.shape[differ[0]] - 1
-    of_last = [b.stored for b in form.blocks if b.place[dim] == (last, last + 1)]
-    more = [b.stored for b in form.blocks if b.place[dim][0] >= shape[dim]]
-    lacking = [renumbered(name, last, i) for i in range(last + 1, shape[dim]) for name in of_last]
-    return lacking, list(dict.fromkeys(more))
-
-
 def renumbered(name: str, old: int, new: int) -> str:
     """The name of an item of a list, from that of another one."""
     before, found, after = name.rpartition(f".{old}.")
