@@ -175,12 +175,17 @@ class Chat:
 
         It ends with the template's own generation prompt, where that comes before what the assistant says too; else
         with what does, without spaces at the end, which belong to the next word. Raises SampleError."""
+        before, asked = self._asked(sample_id, messages)
+        return asked or before.rstrip(" ")
+
+    def _asked(self, sample_id: str, messages: Sequence[tuple[str, str]]) -> tuple[str, str]:
+        """What comes before what the assistant says, and the generation prompt that it begins with; "" without one."""
         mark = "\ue000"
         before, found, _ = self._render(sample_id, [*messages, ("assistant", mark)]).partition(mark)
         if not found:
             raise SampleError(f"sample {sample_id!r}: the chat template does not give the assistant's turn")
         asked, plain = self._render(sample_id, messages, asks=True), self._render(sample_id, messages)
-        return asked if before.startswith(asked) and len(asked) > len(plain) else before.rstrip(" ")
+        return before, asked if before.startswith(asked) and len(asked) > len(plain) else ""
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -202,22 +207,14 @@ class Chat:
                 "the chat template ends an answer without a special token: the model does not learn to stop; a "
                 f"chat_template in [data.options] that writes {eos} after the assistant's turn teaches it"
             )
-        if (between := self._before_answers()).strip():
-            notes.append(
-                f"the chat template writes {between!r} between its generation prompt and an answer: it is no target, "
-                "and whoever generates from that prompt has the model write what it was not taught"
-            )
+        with contextlib.suppress(SampleError):
+            before, asked = self._asked("", [("user", "a")])
+            if asked and (between := before.removeprefix(asked)).strip():
+                notes.append(
+                    f"the chat template writes {between!r} between its generation prompt and an answer: it is no "
+                    "target, and whoever generates from that prompt has the model write what it was not taught"
+                )
         return tuple(notes)
-
-    def _before_answers(self) -> str:
-        """What stands between the generation prompt and what the assistant says."""
-        mark, asking = "\ue000", [("user", "a")]
-        try:
-            before, _, _ = self._render("", [*asking, ("assistant", mark)]).partition(mark)
-            asked, plain = self._render("", asking, asks=True), self._render("", asking)
-        except SampleError:
-            return ""
-        return before.removeprefix(asked) if before.startswith(asked) and len(asked) > len(plain) else ""
 
     def _ends_turns(self) -> bool:
         try:

@@ -24,7 +24,7 @@ from hetmesh.models import Adapter
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.run_lines import metrics_lines
 from hetmesh.report.balance_values import BalancerResult, BalanceView, Candidate, ExpertUse, Histogram, ModuleSizes
-from hetmesh.resolve.resolved import ResolvedRecipe, balance_options
+from hetmesh.resolve.resolved import ResolvedRecipe
 from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.simulate import StepModel, simulate
 
@@ -68,7 +68,7 @@ def balance_view(
             )
         drawn = given.batches(batches, recipe.batch.global_batch_size, recipe.debug.seed)
     model = resolved.step_model(machine, profile)
-    runs = _runs(balance_options(recipe.balance, resolved.costs, resolved.deferral.on, resolved.lengths))
+    runs = _runs(resolved.balance_with(resolved.deferral.on))
     comparison = _Comparison(recipe, graph, model)
     for samples in map(MetaArrays.of, drawn):
         for run in runs:

@@ -152,9 +152,24 @@ class ResolvedRecipe:
     def balance(self) -> BalanceOptions:
         """How batches are balanced."""
         keys = self.recipe.balance
-        if keys.policy == "none":
-            return balance_options(keys, None, False, None)
-        return balance_options(keys, self.costs, self.deferral.on, self.lengths)
+        if keys.policy == "none":  # which has no use for most keys
+            return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
+        return self.balance_with(self.deferral.on)
+
+    def balance_with(self, deferral: bool) -> BalanceOptions:
+        """How the recipe's policy balances batches, where samples are deferred or not."""
+        keys = self.recipe.balance
+        return BalanceOptions(
+            keys.policy,
+            self.costs,
+            keys.max_tokens,
+            keys.microbatch_sizes,
+            free=keys.microbatches == "free",
+            deferral=deferral,
+            split_deferred=keys.split_deferred_backward,
+            microbatch_shares=keys.microbatch_shares,
+            lengths=self.lengths,
+        )
 
     @cached_property
     def lengths(self) -> StepReplay | None:
@@ -172,8 +187,7 @@ class ResolvedRecipe:
     @cached_property
     def deferral(self) -> DeferralChoice:
         """Whether samples are deferred, for all of the run."""
-        without = balance_options(self.recipe.balance, self.costs, False, self.lengths)
-        return choose_deferral(self.recipe, self.graph, self.shapes, self.loader(), without)
+        return choose_deferral(self.recipe, self.graph, self.shapes, self.loader(), self.balance_with(False))
 
     def keep_deferral(self, choice: DeferralChoice) -> None:
         """Defer as a run that goes on has done, whatever would be decided now; before its first batch is balanced."""
@@ -376,23 +390,3 @@ def check_balance(keys: Balance, graph: ModuleGraph) -> None:
                 wrong.append(f"balance.microbatch_shares.{name}: {error}")
     if wrong:
         raise RecipeError("\n".join(wrong))
-
-
-def balance_options(
-    keys: Balance, costs: Mapping[str, SampleCosts] | None, deferral: bool, lengths: StepReplay | None
-) -> BalanceOptions:
-    """How batches are balanced. `costs`: what samples cost the modules; None where `balance.policy = "none"`, which has
-    no use for most keys. `deferral`: whether samples are deferred. `lengths`: what steps take."""
-    if costs is None:
-        return BalanceOptions(microbatch_sizes=keys.microbatch_sizes, microbatch_shares=keys.microbatch_shares)
-    return BalanceOptions(
-        keys.policy,
-        costs,
-        keys.max_tokens,
-        keys.microbatch_sizes,
-        free=keys.microbatches == "free",
-        deferral=deferral,
-        split_deferred=keys.split_deferred_backward,
-        microbatch_shares=keys.microbatch_shares,
-        lengths=lengths,
-    )

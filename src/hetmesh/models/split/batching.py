@@ -151,7 +151,7 @@ def measure(processor: Processor, kind: str) -> Batching:
             f"{processor.key}: {type(processor.own).__name__} does not take two samples of {kind!r}: {errors[-1]}"
         )
     rules = {}
-    for key in processor.keys(kind):
+    for key in processor.keys[kind]:
         if seen := [(both[key], units) for both, units in pairs if all(key in held for held in (both, *units))]:
             rules[key] = _rule(key, seen, processor)
     made = [processor(processor.written(kind), {kind: [item]}) for item in items]

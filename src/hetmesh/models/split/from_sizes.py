@@ -65,7 +65,7 @@ class FromSizes:
             return self.processor(text, {}, blanks=sizes, runs_as_one=True)
 
         shapes = kind != "audio" and makes_the_same(self._made, position_keys(kind))
-        return shapes, makes_the_same(short, self.processor.keys(kind))
+        return shapes, makes_the_same(short, self.processor.keys[kind])
 
     def _made(self, text: str, sizes: Mapping[str, Sequence[Any]], runs_as_one: bool = False) -> Made:
         items = {kind: [self._without_contents(kind, size) for size in each] for kind, each in sizes.items()}

@@ -175,7 +175,7 @@ class Processor:
         options |= self._absent | self.arguments(given)
         if answer is not None:
             options["suffix"] = answer
-        keys = {kind: self.keys(kind) for kind in given}  # which the first time calls the processor itself
+        keys = {kind: self.keys[kind] for kind in given}  # which the first time calls the processor itself
         self._text, self._places, self._runs_as_one = text, None, runs_as_one
         try:
             out = self.own(text=[text], return_tensors="pt", **options)
@@ -252,12 +252,10 @@ class Processor:
         chosen = {"fps": None, "num_frames": None, **given} if given else {}
         return [int(index) for index in part.sample_frames(metadata, **known | chosen)]
 
-    def keys(self, kind: str) -> tuple[str, ...]:
-        """Names of the tensors of that kind: what the output for an item has beside that of a text."""
-        return self._keys[kind]
-
     @cached_property
-    def _keys(self) -> Mapping[str, tuple[str, ...]]:
+    def keys(self) -> Mapping[str, tuple[str, ...]]:
+        """Kind of media -> names of its tensors: what the output for an item has beside that of a text."""
+
         def found(kind: str) -> tuple[str, ...]:
             given = self.arguments({kind: [[self.blank(kind, EXAMPLES[kind][0])]]})
             out = self.own(text=[self.written(kind)], return_tensors="pt", **(self.options | given))

@@ -97,18 +97,12 @@ def token_gathered(
     split = {name.rpartition(".")[0] for name, style in found.items() if style == "rowwise"} - {""}
     linears = [name for name, part in holder.named_modules() if isinstance(part, nn.Linear) and name not in found]
     whole = {name.partition(".")[0] for name in linears}
-    calls: list[Any] = []
     lengths: dict[type, int] = {}
     for name in (*split, *whole):
         hand_on(holder.get_submodule(name), lengths)
-    handle = holder.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-    try:
-        if not works(tower) or not calls:
-            raise ValueError("its blocks cannot be tried")
-    finally:
-        handle.remove()
-    args, kwargs = calls[0]
-    args, kwargs = _with_random_input(args, kwargs, hidden_of(args, kwargs).shape[-1])
+    if (call := _first_call(tower, holder, works)) is None:
+        raise ValueError("its blocks cannot be tried")
+    args, kwargs = _with_random_input(*call, hidden_of(*call).shape[-1])
     every = hidden_of(args, kwargs)
 
     def run(tokens: Tensor) -> Tensor:
@@ -159,15 +153,10 @@ def _splits(
     """Whether what the leaving layer gets on each of two ranks is its half of what it gets on one: with random weights
     and inputs, as code that reshapes by full sizes may run and mix heads."""
     part = tower.get_submodule(holder)
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    handle = part.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
-    try:
-        if not works(tower) or not calls:
-            return False
-    finally:
-        handle.remove()
+    if (call := _first_call(tower, part, works)) is None:
+        return False
     first: Any = part.get_submodule(entering[0])
-    args, kwargs = _with_random_input(*calls[0], width=first.in_features)
+    args, kwargs = _with_random_input(*call, width=first.in_features)
     with _random_weights(part), torch.no_grad():
         whole = _entering_last(part, leaving, args, kwargs)
         halves = []
@@ -183,6 +172,18 @@ def _splits(
                 part._modules.update(before)
     joined = torch.cat(halves, dim=-1)
     return joined.shape == whole.shape and torch.allclose(joined, whole, rtol=1e-3, atol=1e-4)
+
+
+def _first_call(
+    tower: nn.Module, part: nn.Module, works: Callable[[nn.Module], bool]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Args and kwargs of the first call of `part`; None where `tower` does not work, or does not call it."""
+    calls: list[Any] = []
+    handle = part.register_forward_pre_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    try:
+        return calls[0] if works(tower) and calls else None
+    finally:
+        handle.remove()
 
 
 def _entering_last(part: nn.Module, leaving: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
