@@ -28,24 +28,6 @@ MALFORMED_FILE = (SyntaxError, EOFError, LookupError, ArithmeticError, RuntimeEr
 _DATA_URL_HEAD = re.compile(r"data:(?P<type>[\w.+-]+/(x-)?(?P<form>[\w.+-]+))?(;[\w.+-]+=[^;,]*)*;base64,")
 
 
-class Blob(Protocol):
-    """The stored bytes of one media item. Reading raises OSError."""
-
-    @property
-    def name(self) -> str:
-        """Its file name, which tells its format."""
-
-    @property
-    def length(self) -> int:
-        """Stored bytes."""
-
-    def read(self) -> bytes:
-        """All of it."""
-
-    def open(self) -> BinaryIO:
-        """A file of it alone; whoever reads a header of it reads little more."""
-
-
 @dataclass(frozen=True)
 class Record:
     """One sample as it is stored: what it is called unless it has an `id`, the record as JSON has it, its stored bytes,
@@ -166,6 +148,11 @@ class RecordBlob:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.length} bytes in the record)"
+
+
+Blob = FileSpan | RecordBlob
+"""The stored bytes of one media item. `name` is its file's, which tells its format; whoever reads a header of the file
+that `open` gives reads little more. Reading raises OSError."""
 
 
 def data_url(url: str, again: Callable[[], str]) -> RecordBlob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,21 +49,19 @@ def rope_positions(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, Item
         ) from error
 
 
+@lru_cache(maxsize=8)  # as many as directories that are remembered
 def has_plain_positions(whole: WholeModel) -> bool:
     """Whether `get_rope_index` gives what `multimodal_positions` gives; tried once. Raises RecipeError if it cannot
     take the grids of images with a row per patch, so that other positions are meant."""
-    if whole.__dict__.get("_plain_positions") is None:
-        own = {"image": lambda shape: (1, *shape)}
-        try:
-            found = _by_model(whole, PROBE, own)
-        except (AttributeError, TypeError) as error:
-            raise RecipeError(
-                f"{whole.pretrained}: its get_rope_index does not take grids of images: {' '.join(str(error).split())}"
-            ) from error
-        except (RuntimeError, ValueError, IndexError):  # of other rows than one per merged patch
-            found = ()
-        whole.__dict__["_plain_positions"] = found == multimodal_positions(PROBE, own)
-    return bool(whole.__dict__["_plain_positions"])
+    own = {"image": lambda shape: (1, *shape)}
+    try:
+        return _by_model(whole, PROBE, own) == multimodal_positions(PROBE, own)
+    except (AttributeError, TypeError) as error:
+        raise RecipeError(
+            f"{whole.pretrained}: its get_rope_index does not take grids of images: {' '.join(str(error).split())}"
+        ) from error
+    except (RuntimeError, ValueError, IndexError):  # of other rows than one per merged patch
+        return False
 
 
 def _by_model(whole: WholeModel, meta: SampleMeta, grids: Mapping[str, ItemGrid]) -> Positions:
