@@ -158,7 +158,7 @@ class Timeline:
         transfers: list[tuple[float, ...]] = []
         inside = []
         for track, rank in enumerate(ranks):
-            gathers, seconds = _inside(records[rank], collectives.get(rank, ()))
+            gathers, seconds = collectives_inside(records[rank], collectives.get(rank, ()))
             inside.append(seconds)
             for i, (action, start, stop) in enumerate(records[rank]):
                 target, m = index[str(action.target)], action.microbatch
@@ -262,7 +262,7 @@ class Timeline:
             raise ValueError(f"a track holds {sorted(unknown)[0]!r}, which is no target")
 
 
-def _inside(
+def collectives_inside(
     records: Sequence[Record], collectives: Sequence[tuple[bool, float, float]]
 ) -> tuple[dict[int, list[tuple[float, float]]], float]:
     """Of the collectives of one rank, the gathers in the first forward of each of its stages, by its index in

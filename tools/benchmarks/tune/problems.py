@@ -103,14 +103,12 @@ class Case:
         return Asked(parse_recipe(text), "recipe.toml", text, (), self.ranks, machine, None, self.fixed)
 
 
-_KEPT = {f"{name}.activation_checkpoint": "none" for name in ("vision", "llm")}
+_KEPT = {f"{name}.activation_checkpoint": "none" for name in ("vision", "llm")} | {"microbatch_size": 4}
 _FEW = {f"{name}.data_parallel_shard_degree": 1 for name in ("vision", "llm")} | {"vision.tensor_parallel_degree": 1}
 PROBLEMS = {
-    "small encoder, 2 ranks": Case(2, 192, 4, 128, 3, samples=8, fixed=_KEPT | {"microbatch_size": 2}),
-    "large frozen encoder, 2 ranks": Case(
-        2, 160, 3, 192, 6, samples=8, trainable=False, fixed=_KEPT | {"microbatch_size": 2}
-    ),
-    "text alone, 2 ranks": Case(2, 256, 4, samples=8, text=120),
-    "encoder as large as the LLM, 3 ranks": Case(3, 160, 4, 160, 4, samples=12, fixed=_KEPT | {"microbatch_size": 2}),
-    "small encoder, 4 ranks": Case(4, 192, 4, 128, 3, samples=16, fixed=_KEPT | _FEW | {"microbatch_size": 2}),
+    "small encoder, 2 ranks": Case(2, 256, 4, 160, 3, fixed=_KEPT),
+    "large frozen encoder, 2 ranks": Case(2, 224, 3, 256, 6, trainable=False, fixed=_KEPT),
+    "text alone, 2 ranks": Case(2, 320, 4, text=180),
+    "encoder as large as the LLM, 3 ranks": Case(3, 224, 4, 224, 4, samples=24, fixed=_KEPT),
+    "small encoder, 4 ranks": Case(4, 256, 4, 160, 3, samples=32, fixed=_KEPT | _FEW),
 }

@@ -17,7 +17,7 @@ from hetmesh.testing.pool import WorkerError, WorkerPool
 from hetmesh.training.environment import open_payloads
 from hetmesh.training.tune.findings import Finding
 from hetmesh.training.tune.guesses import Layouts
-from hetmesh.training.tune.measure import measure
+from hetmesh.training.tune.measure import Ranks
 from hetmesh.training.tune.tuner import Asked, parsed
 
 
@@ -65,7 +65,7 @@ class Runs:
 def _measured(rank: int, asked: Asked, text: str, layout: str, steps: int) -> Finding:
     torch.set_num_threads(1)
     with open_payloads(asked.recipe) as payloads:
-        return measure(parsed(asked, text), layout, steps, World.current(), payloads)
+        return Ranks(World.current(), payloads).measure(parsed(asked, text), layout, steps)
 
 
 @contextmanager

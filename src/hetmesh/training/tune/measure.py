@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from hetmesh.boundary import World
 from hetmesh.boundary.world import gather_objects
 from hetmesh.data.loader import TRAIN
 from hetmesh.data.payloads import Payloads
+from hetmesh.errors import RecipeError
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.resolve.resolved import resolve
 from hetmesh.runtime.runtime import Recording
-from hetmesh.simulate.timeline import KINDS, WORK
+from hetmesh.simulate.timeline import KINDS, WORK, collectives_inside
 from hetmesh.training.job import Job
-from hetmesh.training.optimizers import make_optimizers, take_step
 from hetmesh.training.tune.findings import Finding
 from hetmesh.training.tune.guesses import COLLECTIVES, OPTIMIZER, part_name
 
@@ -27,70 +28,85 @@ WARM_UP = 1
 """Steps that are not timed: first contacts, and the optimizer's state."""
 
 
-def measure(recipe: Recipe, layout: str, steps: int, world: World, payloads: Payloads) -> Finding:
-    """Build the modules as `recipe` lays them out and take its first steps; equal on all ranks, on each of which it is
-    called. `layout`: the name of the finding. Raises whatever building or a step raises on this rank."""
-    started = time.perf_counter()
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(world.device)
-    steps_of = _Steps(build(recipe, world, payloads))
-    try:
-        taken = [steps_of.take(recorded=i == WARM_UP + steps) for i in range(WARM_UP + steps + 1)]
-    finally:
-        steps_of.job.upcoming.close()
-    mine = taken[WARM_UP:-1], steps_of.parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
-    everyone = gather_objects(mine, world, "what other ranks measured")
-    names = sorted({name for _, parts, _ in everyone for name in parts})
-    return Finding(
-        layout,
-        tuple(max(step) for step in zip(*(own for own, _, _ in everyone), strict=True)),
-        {name: statistics.mean(parts.get(name, 0.0) for _, parts, _ in everyone) for name in names},
-        max(peak for _, _, peak in everyone),
-        max(gather_objects(time.perf_counter() - started, world, "the end of a turn")),
-    )
+class Ranks:
+    """The ranks of this job, which take steps in one layout after another. Modules go from each layout to the next
+    (`Job.relayout`); only the first is built.
+
+    Args:
+        payloads: where samples are loaded.
+    """
+
+    def __init__(self, world: World, payloads: Payloads) -> None:
+        self.world, self.payloads = world, payloads
+        self._job: Job | None = None
+
+    def measure(self, recipe: Recipe, layout: str, steps: int) -> Finding:
+        """Take the first steps of `recipe` in its layout; equal on all ranks, on each of which it is called. `layout`:
+        the name of the finding. Raises whatever going to the layout or a step raises on this rank; no further layout
+        can be measured then."""
+        started, world = time.perf_counter(), self.world
+        job = self._in_layout(recipe)
+        on_gpu = world.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(world.device)
+        try:
+            taken = [_step(job, recorded=i == WARM_UP + steps) for i in range(WARM_UP + steps + 1)]
+        finally:
+            job.upcoming.close()
+        timed, parts = [seconds for seconds, _ in taken[WARM_UP:-1]], taken[-1][1]
+        mine = timed, parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
+        everyone = gather_objects(mine, world, "what other ranks measured")
+        names = sorted({name for _, parts, _ in everyone for name in parts})
+        return Finding(
+            layout,
+            tuple(max(step) for step in zip(*(own for own, _, _ in everyone), strict=True)),
+            {name: statistics.mean(parts.get(name, 0.0) for _, parts, _ in everyone) for name in names},
+            max(peak for _, _, peak in everyone),
+            max(gather_objects(time.perf_counter() - started, world, "the end of a turn")),
+        )
+
+    def _in_layout(self, recipe: Recipe) -> Job:
+        """The job in the layout of `recipe`, before the first step of the data."""
+        if self._job is not None:
+            self._job.loader.step = 0  # layouts are compared by the same samples
+            with suppress(RecipeError):  # what cannot move is built, and whatever is wrong with the recipe said again
+                self._job.relayout(recipe)
+                return self._job
+        self._job = None  # its memory is needed
+        torch.manual_seed(recipe.debug.seed)
+        resolved = resolve(recipe, self.payloads.sources[TRAIN])
+        self._job = Job.assemble(resolved, self.world, self.payloads)
+        return self._job
 
 
-def build(recipe: Recipe, world: World, payloads: Payloads) -> Job:
-    """The job of a layout, with new weights: how fast it is does not depend on them."""
-    torch.manual_seed(recipe.debug.seed)
-    return Job.assemble(resolve(recipe, payloads.sources[TRAIN]), world, payloads)
+def _step(job: Job, *, recorded: bool) -> tuple[float, dict[str, float]]:
+    """One step, as the trainer takes it but for what that writes, which begins on all ranks at once: its seconds on
+    this rank and, where it is recorded, their parts. Collective."""
+    world, parts = job.world, dict[str, float]()
+    with world.waiting("the next step of other ranks"):
+        dist.barrier(group=world.group(range(world.size)))
+    world.log.clear()
+    if recorded:
+        job.runtime.recording, job.runtime.collectives = [], []
+    started, computed = time.perf_counter(), 0.0
 
+    def note() -> bool:
+        nonlocal computed
+        computed = time.perf_counter()
+        return False
 
-class _Steps:
-    """Takes the steps of a job as the trainer does, but for what that writes."""
-
-    def __init__(self, job: Job) -> None:
-        self.job, self.optimizers = job, make_optimizers(job.recipe, job.root)
-        self.parts: dict[str, float] = {}
-
-    def take(self, *, recorded: bool) -> float:
-        """One step that begins on all ranks at once; its seconds on this rank. Collective."""
-        job, world = self.job, self.job.world
-        with world.waiting("the next step of other ranks"):
-            dist.barrier(group=world.group(range(world.size)))
-        world.log.clear()
-        if recorded:
-            job.runtime.recording, job.runtime.collectives = [], []
-        started, computed = time.perf_counter(), 0.0
-
-        def note() -> bool:
-            nonlocal computed
-            computed = time.perf_counter()
-            return False
-
-        planned = job.training_step.draw()
-        result = job.training_step.run(planned, job.recipe.training.max_norm, note)
-        if self.optimizers is not None:
-            take_step(*self.optimizers, update=result.finite)
-        world.accelerator.synchronize()
-        stopped = time.perf_counter()
-        if recorded:
-            self.parts = _parts(job.runtime.recording or [], job.runtime.collectives)
-            self.parts[OPTIMIZER] = stopped - computed - world.log.agreeing_s
-            job.runtime.recording = None
-        return stopped - started
+    planned = job.training_step.draw()
+    result = job.training_step.run(planned, job.recipe.training.max_norm, note)
+    if job.optimizers is not None and result.finite:
+        job.optimizers[0].step()  # rates stay those of the first step, however many there are
+    world.accelerator.synchronize()
+    stopped = time.perf_counter()
+    if recorded:
+        parts = _parts(job.runtime.recording or [], job.runtime.collectives)
+        parts[OPTIMIZER] = stopped - computed - world.log.agreeing_s
+        job.runtime.recording = None
+    return stopped - started, parts
 
 
 def _parts(recording: Recording, collectives: list[tuple[bool, float, float]]) -> dict[str, float]:
@@ -99,7 +115,7 @@ def _parts(recording: Recording, collectives: list[tuple[bool, float, float]]) -
     for action, start, stop in recording:
         if action.kind in WORK:
             parts[part_name(KINDS[WORK[action.kind]], str(action.target))] += stop - start
-    parts[COLLECTIVES] = sum(stop - start for gathers, start, stop in collectives if not gathers)
+    parts[COLLECTIVES] = collectives_inside(recording, collectives)[1]
     return dict(parts)
 
 

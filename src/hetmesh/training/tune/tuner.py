@@ -25,7 +25,7 @@ from hetmesh.training.environment import choose_kernels, open_payloads
 from hetmesh.training.tune.constants import corrected_memory, fit_constants, with_factors
 from hetmesh.training.tune.findings import Finding, Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
-from hetmesh.training.tune.measure import WARM_UP, measure, out_of_memory
+from hetmesh.training.tune.measure import WARM_UP, Ranks, out_of_memory
 from hetmesh.training.tune.turns import FIRST, MOST_TURNS, STEPS, Ranking, Turn, next_turn, rank
 
 STATE_FILE = "tune.json"
@@ -157,21 +157,23 @@ def tune(asked: Asked, report: Callable[[Tuner], None]) -> Tuner | None:
         choose_kernels(asked.recipe.debug.deterministic, world.device)
         try:
             deciding = _Deciding(asked, report) if world.rank == 0 else None
+            ranks = Ranks(world, payloads)
             while (turn := _agreed(deciding, world)) is not None:
                 layout, text, steps = turn
                 started = time.perf_counter()
                 try:
-                    found = measure(parsed(asked, text), layout, steps, world, payloads)
+                    found = ranks.measure(parsed(asked, text), layout, steps)
                 except Exception as error:
                     said, full = f"{type(error).__name__}: {error}", out_of_memory(error)
                     world.close()
                     error.__traceback__ = error.__cause__ = error.__context__ = None
-                    world = None  # type: ignore[assignment]
+                    world = ranks = None  # type: ignore[assignment]
                 else:
                     said = ""
                 gc.collect()
                 if said:
                     world = init(timeout=timeout, init_timeout=timeout)
+                    ranks = Ranks(world, payloads)
                     found = _failed(layout, gather_objects((said, full), world, "why a layout failed"), started)
                 if deciding is not None:
                     deciding.add(found)
