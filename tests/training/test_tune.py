@@ -7,17 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from hetmesh.boundary import World
 from hetmesh.cli import main
 from hetmesh.cost import Machine, load_machine, machine_toml
 from hetmesh.errors import UsageError
 from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import ModulePlan
 from hetmesh.recipe.recipe import load_recipe
+from hetmesh.training.environment import open_payloads
 from hetmesh.training.tune.constants import corrected_memory, with_factors
 from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
+from hetmesh.training.tune.measure import Ranks
 from hetmesh.training.tune.tuner import Tuner
 from hetmesh.training.tune.turns import FIRST
+from support import layout_pairs
+from support.parity_cases import table
+from support.relayouts import recipe_in
 
 TRUE = Machine(
     "made",
@@ -196,6 +202,26 @@ def test_a_measured_peak_corrects_the_context():
     held = layouts.guess(TRUE, layouts.plans[name]).peak_bytes
     found = Findings(each=[Finding(name, (1.0,), {}, held + 70)])
     assert corrected_memory(layouts, TRUE, found).context_bytes == 70
+
+
+def turns(rank, recipes):
+    """Findings of layouts, and how many jobs were built for them."""
+    with open_payloads(recipes[0]) as payloads:
+        ranks = Ranks(World.current(), payloads)
+        return [(ranks.measure(recipe, "made", 2), id(ranks.job)) for recipe in recipes]
+
+
+@pytest.mark.slow
+def test_one_job_takes_all_turns(pool4):
+    """Collectives are those inside of layers, as the simulator has them, and no waits for other ranks."""
+    one_each = layout_pairs.recipe("unused", [table("vision", "0"), table("llm", "1")])
+    recipes = [recipe_in("tp 2, dp 2"), one_each, recipe_in("tp 2, dp 2")]
+    for found in pool4.run(turns, recipes, timeout=240):
+        (tensor, job), (alone, same), (again, _) = found
+        assert same == job
+        assert all(len(own.steps) == 2 and own.parts["llm forward"] > 0 for own, _ in found)
+        assert tensor.parts.keys() == again.parts.keys()
+        assert tensor.parts["collectives"] > 0 == alone.parts["collectives"]
 
 
 TINY = """

@@ -50,6 +50,7 @@ class Machine:
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
             with the small ones around it.
         action_overhead: seconds that the runtime itself takes for each forward and backward of a stage.
+        shard_overhead: seconds that FSDP's hooks take around each forward and backward of a layer.
         step_overhead: the same once per step: drawing and planning it, agreeing on its loss.
         hand_over: seconds that a rank's lending itself to another thread takes, both ways; 0: a device with streams.
         node_latency, network_latency: seconds of a message without content.
@@ -70,6 +71,7 @@ class Machine:
     efficiency: float = 0.46
     operation_overhead: float = 0.0
     action_overhead: float = 0.0
+    shard_overhead: float = 0.0
     step_overhead: float = 0.0
     hand_over: float = 0.0
     node_latency: float = 0.0

@@ -141,11 +141,11 @@ class StageCosts:
         """From the parts of the rank that takes longest, and bytes of the rank that holds most."""
         values, (kept, split, moment, moment_back, moment_input) = parts.tolist(), map(round, most.tolist())
         ahead = values[_SUMS] + (0.0 if first or self.options.whole_in_step else self.gather)
-        forward = values[_FORWARD] + ahead
+        forward = values[_FORWARD] + ahead + self._hooks
         if not self.backward:
             return StageCost(forward, collectives_forward=ahead, forward_bytes=moment + self._gathering)
         back = values[_SUMS_BACK] + self._gathered_again + self._scatter
-        rest = values[_AGAIN] + back
+        rest = values[_AGAIN] + back + self._hooks
         # What makes no gradient of the stage's own input is the part for its parameters.
         own = values[_INPUT] + rest if self.fed else 0.0
         weight = values[_WEIGHT] + (0.0 if self.fed else values[_INPUT] + rest)
@@ -304,6 +304,11 @@ class StageCosts:
             for owner, count in held.items()
             if chosen(owner)
         )
+
+    @property
+    def _hooks(self) -> float:
+        """Seconds of FSDP's hooks around a forward or a backward of all that is gathered by itself."""
+        return self.machine.shard_overhead * (len(self._gathered_together) + len(self._gathered_experts))
 
     @property
     def _gathered_together(self) -> Mapping[str, int]:

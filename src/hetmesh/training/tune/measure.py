@@ -34,11 +34,14 @@ class Ranks:
 
     Args:
         payloads: where samples are loaded.
+
+    Attributes:
+        job: in the newest layout; None before the first.
     """
 
     def __init__(self, world: World, payloads: Payloads) -> None:
         self.world, self.payloads = world, payloads
-        self._job: Job | None = None
+        self.job: Job | None = None
 
     def measure(self, recipe: Recipe, layout: str, steps: int) -> Finding:
         """Take the first steps of `recipe` in its layout; equal on all ranks, on each of which it is called. `layout`:
@@ -68,16 +71,16 @@ class Ranks:
 
     def _in_layout(self, recipe: Recipe) -> Job:
         """The job in the layout of `recipe`, before the first step of the data."""
-        if self._job is not None:
-            self._job.loader.step = 0  # layouts are compared by the same samples
+        if self.job is not None:
+            self.job.loader.step = 0  # layouts are compared by the same samples
             with suppress(RecipeError):  # what cannot move is built, and whatever is wrong with the recipe said again
-                self._job.relayout(recipe)
-                return self._job
-        self._job = None  # its memory is needed
+                self.job.relayout(recipe)
+                return self.job
+        self.job = None  # its memory is needed
         torch.manual_seed(recipe.debug.seed)
         resolved = resolve(recipe, self.payloads.sources[TRAIN])
-        self._job = Job.assemble(resolved, self.world, self.payloads)
-        return self._job
+        self.job = Job.assemble(resolved, self.world, self.payloads)
+        return self.job
 
 
 def _step(job: Job, *, recorded: bool) -> tuple[float, dict[str, float]]:
