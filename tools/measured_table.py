@@ -358,6 +358,14 @@ ROWS = (
         "python tools/soak.py kills --n 200",
     ),
     Row(
+        "runs under torchrun's agents that lose ranks at random moments and get them back: 8, 6, 4, 8; of these hung; "
+        "lost a saved step or went on with other losses than that layout alone",
+        "soak_elastic",
+        "{}; {}; {}",
+        ("n", "hangs", "failures"),
+        "python tools/soak.py elastic --n 20",
+    ),
+    Row(
         "corrupted files for every reader; foreign exceptions, hangs, paths out of their folder, decompression bombs",
         "fuzz_readers",
         "{}; {}",
