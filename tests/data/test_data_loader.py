@@ -242,11 +242,6 @@ def test_a_position_with_missing_keys_is_refused():
         Loader(Tiny(), 3).load_state_dict(state)
 
 
-def test_bad_arguments_are_errors():
-    with pytest.raises(RecipeError, match="Tiny is empty"):
-        Loader(Tiny(0), 1)
-
-
 def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_sample():
     class Wrong(Tiny):
         vocab_size = 3

@@ -452,26 +452,6 @@ def test_a_run_remembers_where_code_beside_its_recipe_lies(tmp_path, capsys):
     assert main(["generate", str(tmp_path / "run"), "add 1+2", "--max-new-tokens", "3"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("file", "text"),
-    [
-        ("chat_template.jinja", "{{ a }}"),
-        ("tokenizer_config.json", '{"chat_template": "{{ a }}"}'),
-        ("tokenizer_config.json", '{"chat_template": [{"name": "x", "template": "{{ a }}"}]}'),
-        ("chat_template.json", '{"chat_template": "{{ a }}"}'),
-    ],
-)
-def test_a_form_of_conversations_that_the_copied_files_do_not_have_is_told(tmp_path, file, text):
-    def given(form):
-        options = f'options = {{ path = "x", chat_template = "{form}" }}' if form else ""
-        return parse_recipe(f'[modules.llm]\nmodel = "qwen3"\n[data]\nsource = "conversations"\n{options}')
-
-    (tmp_path / file).write_text(text)
-    assert [export_files._has_own_form(given(form), tmp_path) for form in ("{{ a }}", "{{ b }}", "")] == [
-        *(False, True, False)
-    ]
-
-
 def test_files_that_the_run_did_not_go_by_are_told(tmp_path):
     def told(options, whole=True):
         text = (
@@ -482,3 +462,4 @@ def test_files_that_the_run_did_not_go_by_are_told(tmp_path):
     here, other = f"tokenizer = '{tmp_path}/.'", "tokenizer = '/other', image_processor = '/more'"
     assert told(here) == told(other, whole=False) == []
     assert [line.partition(" = ")[0].rpartition(".")[2] for line in told(other)] == ["tokenizer", "image_processor"]
+    assert "in the form of its own data.options.chat_template" in told('chat_template = "a"', whole=False)[0]

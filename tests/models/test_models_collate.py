@@ -74,12 +74,8 @@ def test_media_in_order():
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ((A[0], replace(A[1], tokens=7)), "sample 'a': its metadata says 7 tokens"),
-        ((A[0], replace(A[1], targets=((0, 2),))), r"sample 'a': target span \[0, 2\) must lie within \[1, 6\)"),
-        ((A[0], replace(A[1], targets=((4, 7),))), r"sample 'a': target span \[4, 7\)"),
         ((A[0], replace(A[1], media=A[1].media[1:])), "sample 'a': 2 'image' placeholder tokens, but .* emits 0 rows"),
         ((A[0], replace(A[1], rows={"drawing": 2})), "sample 'a': 1 'sketch' placeholder .* 'drawing' emits 2 rows"),
-        ((A[0], B[1]), "sample 'a' came with the metadata of 'b'"),
         ((A[0], replace(A[1], position_ids=((0, 1),))), "sample 'a': position_ids must be 1 rows of 6"),
     ],
 )
@@ -91,14 +87,6 @@ def test_bad_tokens_name_the_sample(pair, message):
 def test_bad_media_names_the_sample():
     with pytest.raises(SampleError, match="sample 'c': 2 'image' in its metadata, 1 in its payload"):
         collate_media([Sample("c", C[0].tokens, {"image": C[0].media["image"][:1]})], [C[1]], "image", (1, 2, 2))
-    with pytest.raises(SampleError, match=r"sample 'c': 'image' item of shape \(1, 2, 2\), expected \(3, 2, 2\)"):
-        collate_media([C[0]], [C[1]], "image", (3, 2, 2))
-
-
-def test_placeholder_ids_must_be_known_and_not_padding():
-    for placeholders, message in (({"image": 1}, "no placeholder 'sketch'"), ({"image": 0, "sketch": 2}, "padding")):
-        with pytest.raises(SampleError, match=message):
-            collate_tokens([B[0]], [B[1]], sources=SOURCES, placeholders=placeholders, pad_id=PAD)
 
 
 def test_values_are_those_of_the_targets_that_are_left():

@@ -146,10 +146,9 @@ def _copied(folder: Path, rng: random.Random) -> None:
 
 
 def _beside(folder: Path, rng: random.Random) -> None:
-    """What `generate`, `export` and the self-check read of a directory, and beside the folders of runs."""
+    """What `generate` and the self-check read of a directory, and beside the folders of runs."""
     answers.configured_end_tokens(folder / "model")
-    recipe = _recipe(folder)
-    void(self_check_process.needs_self_check(recipe), export_files._has_own_form(recipe, folder / "model"))
+    void(self_check_process.needs_self_check(_recipe(folder)))
 
 
 def _claimed(folder: Path, rng: random.Random) -> None:

@@ -249,18 +249,17 @@ class ConversationsSource:
 
         Items are at the marks of the text (`<image>`, `<audio>`), or before it where it has none. Raises SampleError:
         another number of marks than items, or a file that cannot be read."""
-        name, files = "question", [str(path) for _, path in media]
-        parts: Any = [*({"type": kind, kind: file} for (kind, _), file in zip(media, files, strict=True)), text]
-        if any(mark in text for mark in MARKS):
-            by_kind = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
-            record = {**by_kind, "conversations": [{"from": "human", "value": text}]}
-            try:
-                ((_, parts),) = turns_of(record, self._chat.breaks_of)
-            except ValueError as error:
-                raise SampleError(f"{name}: {error}") from error
-        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        name = "question"
+        if not any(mark in text for mark in MARKS):
+            text = "".join(f"<{kind}>" for kind, _ in media) + text
+        by_kind = {kind: [str(path) for other, path in media if other == kind] for kind in KINDS}
+        record = {**by_kind, "conversations": [{"from": "human", "value": text}]}
+        try:
+            ((_, parts),) = turns_of(record, self._chat.breaks_of)
+        except ValueError as error:
+            raise SampleError(f"{name}: {error}") from error
         if any(part["type"] not in part for part in parts):
-            raise SampleError(f"{name}: more marks in the text than files, of which there are {len(files)}")
+            raise SampleError(f"{name}: more marks in the text than files, of which there are {len(media)}")
         named: list[tuple[str, str | None]] = []
         messages = [("user", self._text(name, parts, named))]
         blobs = tuple((kind, FileSpan(Path(str(value)))) for kind, value in named)
@@ -326,8 +325,6 @@ class ConversationsSource:
 
     def _record(self, index: int) -> tuple[Record, str, list[tuple[str, str]], list[tuple[str, Blob]]]:
         """Record `index`: its sample's id, turns as role and text, and its media."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self.path}: index {index} is not in 0..{len(self) - 1}")
         stored = self._store.record(index)
         name, record = stored.name, None
         try:

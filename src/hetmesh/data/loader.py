@@ -34,6 +34,7 @@ class Loader:
     """Draws global batches from a source; an iterator whose position can be saved.
 
     Args:
+        source: of at least one sample.
         global_batch_size: samples per step.
         prepare: from a source's metadata to the expanded. None leaves samples as the source gives them.
         shuffle: False keeps the source's order in every epoch; else `seed` chooses the orders.
@@ -41,9 +42,6 @@ class Loader:
         payloads: where samples are loaded; None: in this process, when they are asked for.
         split: what `source` is called among the sources of `payloads`.
         skip: a sample whose metadata cannot be read is drawn as `DrawnSample.unreadable`, not an error.
-
-    Raises:
-        RecipeError: an empty source.
     """
 
     def __init__(
@@ -59,8 +57,6 @@ class Loader:
         split: str = TRAIN,
         skip: bool = False,
     ) -> None:
-        if len(source) < 1:
-            raise RecipeError(f"[data] source: {type(source).__name__} is empty, need at least 1 sample")
         self.source, self.global_batch_size, self.prepare = source, global_batch_size, prepare
         self.seed, self.shuffle = seed, shuffle
         self.order: SampleOrder = order or EpochOrder(len(source), seed, shuffle=shuffle)

@@ -155,13 +155,10 @@ def permuted(positions: Sequence[int], size: int, *key: int) -> list[int]:
     library's shuffle the order can never change with a version, so a resumed run continues the same one.
 
     Args:
+        positions: in `0..size - 1`.
         size: 1..2**62.
         key: chooses the permutation, e.g. `(seed, epoch)`.
     """
-    if not 1 <= size <= 1 << 62:
-        raise ValueError(f"size must be in 1..2**62, got {size}")
-    if any(not 0 <= p < size for p in positions):
-        raise ValueError(f"positions must be in 0..{size - 1}, got {list(positions)}")
     half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
     low = np.uint64((1 << int(half)) - 1)
     state = np.uint64(0)

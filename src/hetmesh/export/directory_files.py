@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmesh.checkpoint.saved_run import SavedRun
-from hetmesh.files import from_json, json_object, place_in, read_file, to_json, writing
+from hetmesh.files import from_json, place_in, read_file, to_json, writing
 from hetmesh.models.weights.pretrained import PICKLES, Pretrained
 from hetmesh.recipe.recipe import Recipe
 from hetmesh.records.checksums import manifest_sum
@@ -52,33 +52,19 @@ def copy_files(source: Pretrained, place: Path) -> tuple[int, list[str]]:
 def prepared_otherwise(recipe: Recipe, source: Path, *, whole: bool) -> Iterator[str]:
     """How the run's samples differ from those that the copied files of `source` make, as lines of text. `whole`: it is
     the directory of all modules, so its files were to prepare the samples."""
-    if _has_own_form(recipe, source):
+    tables = [data.options for data in recipe.data.mixture or (recipe.data,)]
+    if any(options.get("chat_template") is not None for options in tables):
         yield (
-            "the run trained on conversations in the form of its own data.options.chat_template; what was copied "
-            "writes another: give the run's to apply_chat_template"
+            "the run trained on conversations in the form of its own data.options.chat_template: give that to "
+            "apply_chat_template, unless what was copied has the same"
         )
-    for options in (data.options for data in recipe.data.mixture or (recipe.data,) if whole):
+    for options in tables if whole else ():
         for key in PREPARING:
             path = options.get(key)
             if isinstance(path, str) and Path(path).expanduser().resolve() != source.resolve():
                 yield f"the run's samples were made with data.options.{key} = {path!r}: take that, not what was copied"
         if given := options.get("processor_options"):
             yield f"the run's processor had data.options.processor_options = {given}; what was copied does not say so"
-
-
-def _has_own_form(recipe: Recipe, source: Path) -> bool:
-    """Whether the recipe writes conversations in a form that the files of the directory do not have."""
-    forms = [data.options.get("chat_template") for data in recipe.data.mixture or (recipe.data,)]
-    files = [source / name for name in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")]
-    known: set[object] = set()
-    for file in (file for file in files if file.is_file()):
-        if file.suffix == ".json":
-            template = json_object(file, source).get("chat_template")
-            named = template if isinstance(template, list) else [{"template": template}]
-            known |= {str(entry.get("template")) for entry in named if isinstance(entry, dict)}
-        else:
-            known.add(read_file(file).decode("utf-8", errors="replace"))
-    return any(form is not None and form not in known for form in forms)
 
 
 def made_from(run: SavedRun, dtype: object, *, merge: bool) -> dict[str, Any]:

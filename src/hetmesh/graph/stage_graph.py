@@ -69,8 +69,8 @@ class StageGraph:
         ranks: of each stage, ascending; equally many for all stages of a module.
         splittable_stages: stages whose backward may come in two parts: both the gradient of an input and those of
             parameters are wanted, and it can be split.
-        llm_name: the module that reads tokens; empty: that of the last stage.
-        loss_stages: the stages that compute a loss; empty: the last one.
+        llm_name: the module that reads tokens.
+        losses: the stages that compute a loss.
     """
 
     stages: tuple[Stage, ...]
@@ -80,8 +80,8 @@ class StageGraph:
     trainable_stages: frozenset[Stage]
     ranks: tuple[tuple[int, ...], ...]
     splittable_stages: frozenset[Stage]
-    llm_name: str = ""
-    loss_stages: frozenset[Stage] = frozenset()
+    llm_name: str
+    losses: frozenset[Stage]
 
     @cached_property
     def _inputs(self) -> dict[Stage, tuple[Edge, ...]]:
@@ -131,12 +131,7 @@ class StageGraph:
     @cached_property
     def llm(self) -> Stage:
         """The last stage of the module that reads tokens."""
-        return self.of_module(self.llm_name)[-1] if self.llm_name else self.stages[-1]
-
-    @cached_property
-    def losses(self) -> frozenset[Stage]:
-        """The stages that compute a loss."""
-        return self.loss_stages or frozenset(self.stages[-1:])
+        return self.of_module(self.llm_name)[-1]
 
     @cached_property
     def after_llm(self) -> frozenset[Stage]:

@@ -211,8 +211,8 @@ class Adapter(Protocol):
         placeholders: Mapping[str, int],
         pad_id: int = 0,
     ) -> dict[str, Tensor]:
-        """The module's own inputs for the samples of one lane and microbatch (CPU tensors); metas are expanded. Raises
-        SampleError if payload and metadata of a sample disagree."""
+        """The module's own inputs for the samples of one lane and microbatch (CPU tensors); metas are expanded, and
+        payloads agree with them (`hetmesh.data.source.check_sample`)."""
 
     def forward(
         self, module: nn.Module, batch: Mapping[str, Tensor], inputs: Mapping[str, Tensor]

@@ -19,7 +19,7 @@ def collate_media(
     samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...]
 ) -> dict[str, Tensor]:
     """The media items of kind `name` in sample order, then position order, as `{"media": [n, *shape]}`."""
-    items = media_items(samples, metas, name, shape)
+    items = media_items(samples, metas, name)
     return {"media": stacked(items) if items else torch.zeros(0, *shape)}
 
 
@@ -42,24 +42,16 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
-def media_items(
-    samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str, shape: tuple[int, ...] | None = None
-) -> list[Tensor]:
-    """The media items of kind `name` in sample order, then position order. `shape`: of every item; None: as its
-    metadata says. Raises SampleError: a sample holds another number of items than its metadata says, or an item of
-    another shape."""
+def media_items(samples: Sequence[SampleLike], metas: Sequence[SampleMeta], name: str) -> list[Tensor]:
+    """The media items of kind `name` in sample order, then position order. Raises SampleError: a sample holds another
+    number of items than its metadata says."""
     items: list[Tensor] = []
-    for sample, meta in _paired(samples, metas):
+    for sample, meta in zip(samples, metas, strict=True):
         given = sample.media.get(name, ())
         if len(given) != meta.num_items(name):
             raise SampleError(
                 f"sample {sample.id!r}: {meta.num_items(name)} {name!r} in its metadata, {len(given)} in its payload"
             )
-        planned = (item for item in meta.media if item.name in kinds_of(name))
-        for item, known in zip(given, planned, strict=True):
-            want = known.shape if shape is None else shape
-            if tuple(item.shape) != want:
-                raise SampleError(f"sample {sample.id!r}: {name!r} item of shape {tuple(item.shape)}, expected {want}")
         items.extend(given)
     return items
 
@@ -72,7 +64,8 @@ def collate_tokens(
     placeholders: Mapping[str, int] = MappingProxyType({}),
     pad_id: int = 0,
 ) -> dict[str, Tensor]:
-    """Token inputs of B samples, padded on the right to the longest, S.
+    """Token inputs of B samples, padded on the right to the longest, S. Payloads agree with their metadata
+    (`hetmesh.data.source.check_sample`).
 
     Args:
         sources: producer module -> the placeholder that its rows replace.
@@ -87,20 +80,15 @@ def collate_tokens(
         `positions.<placeholder>`: int64 `[rows]`, index into the flat `[B * S]` of each of its tokens.
 
     Raises:
-        SampleError: lengths or placeholder counts differ from the metadata, or a target cannot be predicted.
+        SampleError: placeholder counts or positions differ from the metadata.
     """
-    pairs = list(_paired(samples, metas))
+    pairs = list(zip(samples, metas, strict=True))
     length = max((meta.tokens for _, meta in pairs), default=1)
     ids = np.full((len(pairs), length), pad_id, np.int64)  # numpy: torch's dispatch costs more than short rows
     axes = next((len(meta.position_ids) for _, meta in pairs if meta.position_ids is not None), 1)
     position_ids = torch.arange(length).repeat(axes, len(pairs), 1)
     target_positions: list[int] = []
     for row, (sample, meta) in enumerate(pairs):
-        if sample.tokens.shape != (meta.tokens,):
-            raise SampleError(
-                f"sample {sample.id!r}: its metadata says {meta.tokens} tokens, its payload has shape "
-                f"{tuple(sample.tokens.shape)}"
-            )
         ids[row, : meta.tokens] = sample.tokens.numpy()
         if meta.position_ids is not None:
             if len(meta.position_ids) != axes or any(len(axis) != meta.tokens for axis in meta.position_ids):
@@ -110,11 +98,6 @@ def collate_tokens(
                 )
             position_ids[:, row, : meta.tokens] = torch.tensor(meta.position_ids)
         for start, stop in meta.targets:
-            if not 1 <= start <= stop <= meta.tokens:
-                raise SampleError(
-                    f"sample {sample.id!r}: target span [{start}, {stop}) must lie within [1, {meta.tokens}); "
-                    "no token comes before position 0 to predict it"
-                )
             target_positions += range(row * length + start - 1, row * length + stop - 1)
     input_ids, flat = torch.from_numpy(ids), torch.tensor(target_positions, dtype=torch.int64)
     batch = {
@@ -125,13 +108,9 @@ def collate_tokens(
     }
     for source, at in sources.items():
         tokens = {placeholders[kind] for kind in kinds_of(at) if kind in placeholders}
-        if not tokens:
-            raise SampleError(f"the data source has no placeholder {at!r}; its placeholders are {sorted(placeholders)}")
         found = sum((input_ids == token for token in tokens), torch.zeros_like(input_ids, dtype=torch.bool))
         if any(token in tokens for kind, token in placeholders.items() if kind not in kinds_of(at)):  # GLM's videos
             found &= _of_kind(at, [meta for _, meta in pairs], length)
-        if pad_id in tokens:
-            raise SampleError(f"placeholder {at!r} and padding share the token id {pad_id}")
         for (sample, meta), count in zip(pairs, found.sum(dim=1).tolist(), strict=True):
             _check_rows(sample.id, meta, source, at, count)
         batch[f"positions.{at}"] = found.flatten().nonzero().flatten()
@@ -151,7 +130,7 @@ def target_values(samples: Sequence[Any], metas: Sequence[SampleMeta], names: Co
     """`values.<name>`: float64 `[num_targets]`, what the targets of `collate_tokens` have of the values `names`. Raises
     SampleError: a sample has none, or another number of them than targets before some were cut."""
     of_targets: dict[str, list[Tensor]] = {name: [torch.zeros(0, dtype=torch.float64)] for name in names}
-    for sample, meta in _paired(samples, metas):
+    for sample, meta in zip(samples, metas, strict=True):
         for name, parts in of_targets.items() if meta.num_targets else ():
             value = sample.values.get(name)
             if value is None or (value.shape and (value.ndim > 1 or len(value) < meta.num_targets)):
@@ -170,12 +149,3 @@ def _check_rows(sample_id: str, meta: SampleMeta, source: str, at: str, tokens: 
             f"sample {sample_id!r}: {tokens} {at!r} placeholder tokens, but module {source!r} emits {rows} rows; "
             "every row replaces exactly one placeholder token"
         )
-
-
-def _paired(samples: Sequence[SampleLike], metas: Sequence[SampleMeta]):
-    if len(samples) != len(metas):
-        raise SampleError(f"{len(samples)} samples came with the metadata of {len(metas)}")
-    for sample, meta in zip(samples, metas, strict=True):
-        if sample.id != meta.id:
-            raise SampleError(f"sample {sample.id!r} came with the metadata of {meta.id!r}")
-        yield sample, meta

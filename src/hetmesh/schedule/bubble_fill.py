@@ -159,7 +159,8 @@ def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: 
     wanted = stages.backward_stages, stages.trainable_stages, stages.splittable_stages
     backward, trainable, splittable = (some & frozenset(own) for some in wanted)
     gradient_edges, ranks = frozenset(inside(stages.gradient_edges)), tuple(map(stages.ranks_of, own))
-    alone = StageGraph(own, inside(stages.edges), backward, gradient_edges, trainable, ranks, splittable)
+    sets = backward, gradient_edges, trainable
+    alone = StageGraph(own, inside(stages.edges), *sets, ranks, splittable, module, frozenset(own[-1:]))
     if options.inner == "interleaved":
         return interleaved(alone, routes.count(module), training, options)
     split = splittable if training and options.inner == "zero_bubble" else NO_STAGES

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hetmesh.attention.in_transformers import use_in
 from hetmesh.attention.packed_rows import attention_of
-from hetmesh.errors import BoundaryError, RecipeError
+from hetmesh.errors import RecipeError
 from hetmesh.graph.module_graph import Activation
 from hetmesh.graph.sample import SampleMeta
 from hetmesh.models.adapter import Abilities, Adapter, AdapterDefaults, AdapterRequest, SampleLike
@@ -212,7 +212,6 @@ class CausalLMAdapter(AdapterDefaults):
         flat = tokens.split(self.embed(model, ids).flatten(0, 1))
         for source, at in self.sources.items():
             rows, positions = inputs[source], tokens.locate(batch, f"positions.{at}")
-            self.check_rows(source, at, rows, positions, flat.shape[-1])
             flat = flat.index_copy(0, positions, rows.to(flat.dtype))
         return flat
 
@@ -222,14 +221,6 @@ class CausalLMAdapter(AdapterDefaults):
         """Further arguments of the decoder, by which it adds the side outputs among `inputs` after some of its layers.
         `hidden`: the embedded tokens, `[B, S, features]`; of packed or shared tokens `[1, kept, features]`."""
         return {}
-
-    def check_rows(self, source: str, at: str, rows: Tensor, positions: Tensor, width: int) -> None:
-        """Raise BoundaryError unless there is one row of `width` for each of the `positions` of placeholder `at`."""
-        if rows.shape != (positions.numel(), width):
-            raise BoundaryError(
-                f"rows of module {source!r} have shape {tuple(rows.shape)}, but {positions.numel()} {at!r} "
-                f"placeholders of width {width} expect them"
-            )
 
 
 @contextmanager

@@ -291,7 +291,7 @@ class HfEncoderAdapter(PartAdapter):
     def collate(self, samples: Sequence[SampleLike], metas: Sequence[SampleMeta], **_: Any) -> dict[str, Any]:
         if self.units is not None and all(item.runs for item in self._items(metas)):
             return self.units.batch(samples, metas, self.placed_rows)
-        items = media_items(samples, metas, self.media, self.item)
+        items = media_items(samples, metas, self.media)
         return {"media": stacked(items)} | self._counted(items) if items else self.stage_batch(metas)
 
     def _items(self, metas: Sequence[SampleMeta]) -> list[MediaItem]:
