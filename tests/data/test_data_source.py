@@ -53,6 +53,7 @@ class Bad:
         ("builtins:dict", {}, r"dict is not a hetmesh.data.Source, it lacks \['meta', 'load', 'vocab_size'"),
         (f"{__name__}:Bad", {"length": 0}, "the source is empty"),
         (f"{__name__}:Bad", {"pad_id": 4}, r"{'pad_id': 4} must be token ids 0..3"),
+        ("synthetic", {"image_token": 0}, "placeholder 'image' and padding share the token id 0"),
         (f"{__name__}:Bad", {"placeholders": {"image": -1}}, "placeholder 'image'"),
     ],
 )

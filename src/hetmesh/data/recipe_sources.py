@@ -69,6 +69,8 @@ def source_beside(folder: str | None, name: str, options: Mapping[str, Any]) -> 
     wrong = {k: v for k, v in ids.items() if not isinstance(v, int) or not 0 <= v < source.vocab_size}
     if wrong:
         raise RecipeError(f"{key}: {wrong} must be token ids 0..{source.vocab_size - 1} (vocab_size)")
+    if shared := [kind for kind, token in source.placeholders.items() if token == source.pad_id]:
+        raise RecipeError(f"{key}: placeholder {shared[0]!r} and padding share the token id {source.pad_id}")
     try:
         length = len(source)
     except TypeError as error:  # of an option that it has kept as it was given
