@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -43,33 +42,19 @@ def assign(loads: BatchLoads, slots: Slots, policy: str = "auto") -> Assignment:
 
 def _free(loads: BatchLoads, slots: Slots, policy: str) -> Assignment:
     """The best number of microbatches; the one asked for, where others are no better. `auto` looks around by itself."""
-    length_of = pipeline_score(loads, slots)
-    best: tuple[float, Assignment] | None = None
-    problem: GraphError | None = None
-    for counts in _numbers_of_microbatches(slots):
+    numbers = (tuple(max(1, round(n * factor)) for n in slots.microbatches) for factor in MICROBATCH_FACTORS)
+    found: list[Assignment] = []
+    problems: list[GraphError] = []
+    for counts in dict.fromkeys(numbers):
         try:
-            found = POLICIES[policy](loads, replace(slots, microbatches=counts))
+            found.append(POLICIES[policy](loads, replace(slots, microbatches=counts)))
         except GraphError as error:  # too few for a cap, perhaps
-            problem = problem or error
-            continue
-        if policy == "auto":
-            return found
-        length = length_of(found)
-        if best is None or length < best[0]:
-            best = length, found
-    if best is None:
-        assert problem is not None
-        raise problem
-    return best[1]
-
-
-def _numbers_of_microbatches(slots: Slots) -> Iterator[tuple[int, ...]]:
-    given = set()
-    for factor in MICROBATCH_FACTORS:
-        counts = tuple(max(1, round(count * factor)) for count in slots.microbatches)
-        if counts not in given:
-            given.add(counts)
-            yield counts
+            problems.append(error)
+        if found and policy == "auto":
+            return found[0]
+    if not found:
+        raise problems[0]
+    return min(found, key=pipeline_score(loads, slots))
 
 
 def _refuse_giants(loads: BatchLoads, slots: Slots) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import lru_cache
 
 from hetmesh.cost.step_costs import Lanes
 from hetmesh.errors import ScheduleError
 from hetmesh.graph import Edge, Routes, Stage, StageGraph
-from hetmesh.schedule.fill_pass import Filled, FillOrder, coarse, fill, late, lazy, longest_tails
+from hetmesh.schedule.fill_pass import Filled, coarse, fill, late, lazy, longest_tails
 from hetmesh.schedule.fill_problem import FillProblem, fill_problem
 from hetmesh.schedule.interleaved import interleaved
 from hetmesh.schedule.list_schedule import Durations, SetDurations, nominal
@@ -24,7 +23,7 @@ INNER_SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """Schedules of the LLM by itself that `bubble_fill` fills."""
 
 _AIM_SHARES = (0.0, 0.125, 0.25, 0.5)
-"""What is tried: so much of the way from a makespan's lower bound to the coarse one. Two passes each, or four."""
+"""What is tried: so much of the way from a makespan's lower bound to the coarse one. Two passes each."""
 
 
 def bubble_fill(
@@ -120,11 +119,11 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
                 busy[track] += seconds
     shortest = max([*itertools.chain.from_iterable(tails), *busy], default=0.0)
     best: dict[tuple[int, ...], Filled] = {}
-    for fill_order in _fill_orders(problem):
+    for ahead in (True, False):
         found: Filled | None = None
         for share in _AIM_SHARES:
             wanted = shortest + share * max(most - shortest, 0.0)
-            each = fill(problem, caps, tails, wanted, fill_order)
+            each = fill(problem, caps, tails, wanted, ahead)
             if found is None or each.makespan < found.makespan:
                 found = each
             if found.makespan <= wanted * (1 + 1e-9):
@@ -132,17 +131,6 @@ def _refined(problem: FillProblem, caps: tuple[int | None, ...], most: float) ->
         assert found is not None
         best.setdefault(found.order, found)
     return list(best.values())
-
-
-def _fill_orders(problem: FillProblem) -> tuple[FillOrder, ...]:
-    """The orders of filling that differ: what can start first is what comes first by number, unless stages of
-    fillers on the same ranks wait for each other by way of other ranks."""
-    groups = {problem.stage[i]: problem.groups[i] for i in range(problem.fixed, len(problem.actions))}
-    tracks = [track for sets in groups.values() for tracks in sets for track in tracks]
-    plain = FillOrder(ahead=True), FillOrder()
-    if len(set(tracks)) == len(tracks) or len(set(groups.values())) == 1:
-        return plain
-    return *plain, *(replace(fill_order, soonest=True) for fill_order in plain)
 
 
 def inner_schedule(stages: StageGraph, routes: Routes, training: bool, options: PolicyOptions) -> Schedule:

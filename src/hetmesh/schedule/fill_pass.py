@@ -27,35 +27,14 @@ class Filled:
     held: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FillOrder:
-    """How a pass puts its order together.
-
-    Attributes:
-        ahead: whether the LLM's actions go on only on tracks where a filler does not fit yet. That makes best use of
-            gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
-        soonest: whether of the fillers that fit the one comes first that can start first, instead of the first by
-            number. Where an encoder's stages take turns on the ranks of its pipeline, a rank would else wait for a
-            microbatch to come round before it begins the next one.
-    """
-
-    ahead: bool = False
-    soonest: bool = False
-
-
-DEFAULT_ORDER = FillOrder()
-
-
 def lazy(problem: FillProblem) -> Filled:
     """Fillers run when the LLM's module needs them, backwards as soon as they can: no valid order holds less."""
     return _Pass(problem, None, lambda i, _: i >= problem.backwards).run()
 
 
 def coarse(problem: FillProblem, caps: Sequence[int | None]) -> Filled:
-    """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others.
-    What can start first comes first: by number, a projector on the ranks of an encoder's first stage would make that
-    stage wait for its last one in every microbatch."""
-    return _Pass(problem, caps, lambda i, _: i < problem.backwards, fill_order=FillOrder(soonest=True)).run()
+    """Forwards of fillers first, as many as caps allow, and backwards last, except those that make room for others."""
+    return _Pass(problem, caps, lambda i, _: i < problem.backwards).run()
 
 
 def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> Filled:
@@ -76,17 +55,17 @@ def late(problem: FillProblem, caps: Sequence[int | None], rounds: int = 0) -> F
     def begun(i: int, run: _Pass) -> bool:
         return i in number and any(run.stops[other] is not None for other in members[number[i]])
 
-    return _Pass(problem, caps, begun, fill_order=FillOrder(soonest=True)).run()
+    return _Pass(problem, caps, begun).run()
 
 
-def fill(
-    problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, fill_order: FillOrder
-) -> Filled:
+def fill(problem: FillProblem, caps: Sequence[int | None], tails: Tails, makespan: float, ahead: bool) -> Filled:
     """Fillers as early as nothing of the LLM's module starts later than `makespan` allows.
 
     Args:
         caps: per stage, how many microbatches it may hold.
         tails: see `longest_tails`.
+        ahead: whether the LLM's actions go on only on tracks where a filler does not fit yet. That makes best use of
+            gaps; where the LLM's ranks are busy anyway, their own order in time wastes less.
     """
     place_of = [{track: p for p, tracks in enumerate(groups) for track in tracks} for groups in problem.groups]
     following = [
@@ -105,7 +84,7 @@ def fill(
                     return False
         return True
 
-    return _Pass(problem, caps, fits, tails, makespan, fill_order).run()
+    return _Pass(problem, caps, fits, tails, makespan, ahead).run()
 
 
 Tails = Sequence[tuple[float, ...]]
@@ -142,9 +121,9 @@ class _Pass:
         fits: Callable[[int, _Pass], bool],
         tails: Tails = (),
         limit: float = 0.0,
-        fill_order: FillOrder = DEFAULT_ORDER,
+        ahead: bool = False,
     ) -> None:
-        self.fill_order = fill_order
+        self.ahead = ahead
         self.problem, self.caps, self.fits = problem, caps or [None] * len(problem.stages), fits
         self.tails, self.limit = tails, limit
         count = len(problem.actions)
@@ -184,12 +163,11 @@ class _Pass:
             while wanted < count and not self.waiting[wanted]:
                 wanted += 1
             if following == problem.fixed:  # only fillers are left
-                left = [i for i in self.ready if not self._full(i)]
-                self._commit(self._first_of(left) if self.fill_order.soonest else left[0])
-            elif self.fill_order.ahead and goal is not None:
+                self._commit(self._first_of([i for i in self.ready if not self._full(i)]))
+            elif self.ahead and goal is not None:
                 self._commit(self._first_towards(goal))
             else:
-                first = self._first_towards(wanted) if self.fill_order.ahead and wanted < count else problem.fixed
+                first = self._first_towards(wanted) if self.ahead and wanted < count else problem.fixed
                 self._commit(first if first < problem.fixed else self._first_towards(following))
         return Filled(tuple(self.order), max(self.free, default=0.0), tuple(self.most))
 
@@ -208,8 +186,9 @@ class _Pass:
         return out
 
     def _choose(self) -> tuple[int | None, int | None]:
-        """The filler that comes first of those that fit; where none does, the next action of the LLM on the track
-        where the first one does not."""
+        """The filler that can start first of those that fit: by number, where stages take turns on ranks, these would
+        wait for a microbatch to come round before they begin the next one. Where none fits, the next action of the LLM
+        on the track where the first one does not."""
         goal = None
         fitting: list[int] = []
         for i in self.ready:
@@ -217,8 +196,6 @@ class _Pass:
                 continue
             self.blocked = None
             if self.fits(i, self):
-                if not self.fill_order.soonest:
-                    return None, i
                 fitting.append(i)
             elif goal is None and self.blocked is not None:
                 sequence = self.problem.sequences[self.blocked]
