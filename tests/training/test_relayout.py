@@ -131,6 +131,37 @@ def test_a_relayout_that_is_refused_leaves_the_job_as_it_was(pool4):
         assert same
 
 
+def refused_optimizers(rank, recipe, other, third):
+    """What a job says to optimizers that do not suit it, to recipes that differ by rank, and to what a hand froze."""
+    job, errors = Job.assemble(resolve(recipe), World.current()), []
+    job.forward_backward()
+    own = job.parameters()
+    for given, groups in (
+        (other, [{"params": own[1:]}]),
+        (other, [{"params": [*own, torch.nn.Parameter(torch.zeros(2))]}]),
+        (other, [{"params": own, "lr": 0.1 + rank}]),
+        ((other, third)[rank > 1], [{"params": own}]),
+        (other, [{"params": own}]),
+    ):
+        own[0].requires_grad_(len(errors) < 4)
+        with pytest.raises(RecipeError) as caught:
+            job.relayout(given, torch.optim.SGD(groups, lr=0.1, foreach=False))
+        errors.append(str(caught.value))
+    job.upcoming.close()
+    return errors
+
+
+@pytest.mark.slow
+def test_what_would_not_be_trained_any_more_is_refused(pool4):
+    recipes = [recipe_in(name) for name in ("tp 4", "dp 4", "one rank")]
+    for lacks, foreign, options, recipe, frozen in pool4.run(refused_optimizers, *recipes, timeout=180):
+        assert "the optimizer lacks vision." in lacks
+        assert "has 1 parameters that are none of the job's" in foreign
+        assert "group 0 of the optimizer has lr 1.1 on rank 1 and 0.1 on rank 0" in options
+        assert recipe == "relayout: rank 2 was given another recipe than rank 0"
+        assert "frozen and is float64" in frozen
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [

@@ -163,12 +163,32 @@ def test_what_is_killed_goes_on_where_it_was(tmp_path):
     again.begin("one")
     assert Findings.load(path, "a").failed["one"].failed == DIED
     assert not Findings.load(path, "another recipe").each
+    assert Findings.load(tmp_path / "tune-a.json", "a").each  # kept
 
 
 def test_no_turn_begins_that_would_end_beyond_the_budget():
     tuner = searched(Tuner(MadeLayouts(), wrong(1), Findings(), budget=3.5))
     assert tuner.findings.spent_s == 3.0
     assert tuner.best is not None
+    assert tuner.untried.layout not in tuner.findings.seconds
+    assert searched(Tuner(MadeLayouts(), wrong(1), Findings(), budget=1e6)).untried is None
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_turn_that_other_work_disturbs_does_not_decide(number):
+    """The layout that is fastest in truth takes ten times as long in its first turn, or in its second."""
+    layouts = MadeLayouts()
+    fastest = min(layouts.plans, key=lambda name: layouts.guess(TRUE, layouts.plans[name]).seconds * off(name))
+    tuner, seen = Tuner(layouts, TRUE, Findings()), 0
+    while (turn := tuner.next()) is not None:
+        finding = ran(layouts, turn)
+        if turn.layout == fastest:
+            seen += 1
+            if seen == number:
+                finding = replace(finding, steps=tuple(10 * seconds for seconds in finding.steps))
+        tuner.add(finding)
+    assert seen > 0
+    assert tuner.best == fastest
 
 
 def test_what_scatters_more_than_layouts_differ_is_left():

@@ -72,15 +72,17 @@ class HeldTensor:
     Attributes:
         shape: of the whole tensor.
         as_parameter: of what an optimizer keeps, whether it lies as its parameter does; else its ranks hold it whole.
+        frozen: whether it has no gradient.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     as_parameter: bool = True
+    frozen: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}".removeprefix("torch.")
+        return f"{self.dtype} {list(self.shape)}{', frozen' * self.frozen}".removeprefix("torch.")
 
 
 @dataclass(eq=False)
@@ -110,6 +112,9 @@ class HeldState:
         for optimizer in (optimizers or ((),))[0]:
             kept |= {id(parameter): state for parameter, state in optimizer.state.items()}
             groups |= {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        left = groups.keys() - {id(tensor) for part in parallel.values() for _, tensor in saved_tensors(part.module)}
+        if left:
+            mine.refused.append(f"the optimizer of rank {rank} has {len(left)} parameters that are none of the job's")
         for module, part in parallel.items():
             reports, known = part.spec.ranks[0] == rank, set[int]()
             for fqn, tensor in saved_tensors(part.module):
@@ -119,6 +124,8 @@ class HeldState:
                 name = f"{module}.{fqn}"
                 if reports and id(tensor) in groups:
                     mine.groups[name] = groups[id(tensor)]
+                elif optimizers is not None and tensor.requires_grad and id(tensor) not in groups:
+                    mine.refused.append(f"the optimizer lacks {name}, which is trained (one optimizer has all)")
                 for key, value in {"": tensor, **kept.get(id(tensor), {})}.items():
                     mine._add((name, key), value, tensor, part.spec if reports else None)
         return mine
@@ -135,7 +142,7 @@ class HeldState:
             if mesh is not None and not alike:
                 self.refused.append(f"{'.'.join(key)} lies as {placements}, and its parameter otherwise")
             layout = layout if alike else _over(layout.mesh, (), ())
-            self.held[key] = HeldTensor(tuple(value.shape), value.dtype, layout, alike)
+            self.held[key] = HeldTensor(tuple(value.shape), value.dtype, layout, alike, not parameter.requires_grad)
 
     def of_all(self, world: World, graph: ModuleGraph, what: str) -> HeldState:
         """What all ranks hold of it, the modules of `graph`. Collective. Raises RecipeError: some of it cannot be
@@ -232,6 +239,8 @@ class MovingState:
         mine, theirs = HeldState.of(old[1], world.rank, optimizers), HeldState.of(new[1], world.rank)
         if optimizers is not None and optimizers[1] is not None:
             mine.values["", "schedules"] = optimizers[1].state_dict()
+        if optimizers is not None and optimizers[1] is None:
+            mine.refused += _other_options(world, optimizers[0])
         self.before = mine.of_all(world, old[0], "what ranks hold before a relayout")
         groups = 1 + max(self.before.groups.values(), default=-1)
         if optimizers is not None and optimizers[1] is None:
@@ -319,6 +328,20 @@ class MovingState:
             if "param_names" in group:
                 group["param_names"] = names
             optimizer.state.update({self.new[name, ""]: self.kept[name] for name in names if name in self.kept})
+
+
+def _other_options(world: World, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
+    """On the ranks where they are others than on rank 0, the options of groups: parameters keep the number of theirs.
+    Collective."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    mine = [{k: repr(v) for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+    (first, *_) = gather_objects(mine, world, "options of the optimizer on all ranks")
+    return [
+        f"group {number} of the optimizer has {key} {value} on rank {world.rank} and {own.get(key)} on rank 0"
+        for number, (group, own) in enumerate(zip(mine, first, strict=False))
+        for key, value in group.items()
+        if own.get(key) != value
+    ]
 
 
 def _bytes(units: Sequence[Sequence[Key]], held: Mapping[Key, HeldTensor], ranks: int) -> np.ndarray:

@@ -89,5 +89,7 @@ def _tune(asked: Asked) -> None:
     if tuner is None:  # another rank
         return
     print(result_text(tuner, save_result(asked, tuner)), flush=True)
+    if asked.recipe.code_folder is not None or asked.recipe.elastic.layouts:
+        print(f"note: it names files beside {asked.path}: put it there before you train with it", flush=True)
     if tuner.best is None:
-        raise UsageError("no layout ran")
+        raise UsageError("no layout ran" + (f" in --budget {asked.budget:g}" if tuner.untried else ""))

@@ -43,6 +43,9 @@ def _rows(tuner: Tuner) -> Iterator[tuple[str, ...]]:
 def _constants(tuner: Tuner) -> Iterator[tuple[str, ...]]:
     """The machine's constants before and after; the head first."""
     yield ("constant", "given", "fitted")
+    for dtype, given in tuner.given.peak_flops.items():
+        if (fitted := tuner.machine.peak_flops[dtype]) != given:
+            yield f"peak flops {dtype}", f"{given:.4g}", f"{fitted:.4g}"
     for name in (*LEAST, BUSY, "context_bytes", "memory_bytes"):
         given, fitted = getattr(tuner.given, name), getattr(tuner.machine, name)
         if fitted != given:
@@ -56,6 +59,8 @@ def _summary(tuner: Tuner) -> tuple[str, str]:
     turns, layouts = counted(len(findings.each), "turn"), counted(len(tuner.layouts.plans), "layout")
     scatter = f"steps scatter by {findings.scatter:.1%}"
     done = f"{turns} of {len(findings.seconds)} of {layouts} in {findings.spent_s:.0f} s; {scatter}"
+    if tuner.untried is not None:
+        done += f"; the budget of {tuner.budget:g} s ended it before a turn of {tuner.untried.layout}"
     if best is None:
         return "no layout ran", done
     common = [seconds for name, seconds in findings.seconds.items() if name in tuner.layouts.common]

@@ -241,6 +241,8 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
     RecipeError: it would not be what was planned."""
     keys = {path: value for path, value in parse_overrides(overrides) if path[0] != "parallelism"}
     keys |= plan_keys(recipe, problem, plan)
+    if recipe.job.description:  # of another layout
+        keys["job", "description"] = str(plan)
     planned = laid_out(problem, plan)
     graph = resolve(parse_recipe(rewritten(text, keys))).graph
     for name in plan.modules:
@@ -267,7 +269,7 @@ def planned_text(recipe: Recipe, text: str, overrides: Sequence[str], problem: P
 def _said(recipe: Recipe, plan: LayoutPlan) -> dict[str, Any]:
     """All but the layout."""
     given = recipe.model_dump(exclude={"parallelism": True, "training": {"local_batch_size", "global_batch_size"}})
-    del given["balance"]["microbatch_sizes"], given["balance"]["microbatch_shares"]
+    del given["balance"]["microbatch_sizes"], given["balance"]["microbatch_shares"], given["job"]["description"]
     for name in plan.modules:
         del given["modules"][name]["activation_checkpoint"]
     return given

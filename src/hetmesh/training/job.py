@@ -259,6 +259,9 @@ class Job:
         began, world, moves = time.perf_counter(), self.world, "optimizers" in vars(self) and optimizer is None
         if not isinstance(recipe, Recipe):
             recipe = parse_recipe(recipe) if isinstance(recipe, Mapping) else load_recipe(Path(recipe))
+        given = gather_objects(recipe.model_dump_json(by_alias=True), world, "the recipe of a relayout")
+        if others := [rank for rank, own in enumerate(given) if own != given[0]]:
+            raise RecipeError(f"relayout: rank {others[0]} was given another recipe than rank 0")
         check_same_run(self.recipe, recipe, world)
         if self.loader.step and optimizer is None and not moves:
             raise TypeError("Job.relayout: give the optimizer of your loop, or take steps by `job.optimizers`")

@@ -68,8 +68,9 @@ class Findings:
 
     @classmethod
     def load(cls, path: Path, of: str) -> Findings:
-        """What `save` wrote; empty where there is none, or it is of something else. A layout with which processes
-        died twice has failed: once may have been a kill. Raises UsageError: the file is none that `save` wrote."""
+        """What `save` wrote; empty where there is none. A file of something else is kept under another name. A layout
+        with which processes died twice has failed: once may have been a kill. Raises UsageError: the file is none that
+        `save` wrote."""
         if not path.exists():
             return cls(of, path)
         try:
@@ -80,6 +81,11 @@ class Findings:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: not one that `hetmesh tune` wrote ({error}); move it away") from error
         if found.of != of:
+            kept = path.with_name(f"{path.stem}-{found.of}{path.suffix}")
+            print(
+                f"note: {path} is of another recipe, machine or --fix: now {kept}, and all is measured anew", flush=True
+            )
+            path.replace(kept)
             return cls(of, path)
         if found.begun > 1:
             found.add(Finding(found.running, failed=DIED))
@@ -99,9 +105,9 @@ class Findings:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The median step of each layout that ran."""
+        """The median step of each layout that ran; of several turns the least, as other work may disturb one."""
         ran = self._ran().items()
-        return {layout: statistics.median(s for turn in turns for s in turn.steps) for layout, turns in ran}
+        return {layout: min(statistics.median(turn.steps) for turn in turns) for layout, turns in ran}
 
     @property
     def failed(self) -> dict[str, Finding]:

@@ -42,11 +42,13 @@ class Tuner:
     Attributes:
         machine: with the constants that fit what was measured.
         ranking: what is predicted by now.
+        untried: the turn for which the budget was too small; None: it has sufficed.
     """
 
     def __init__(self, layouts: Layouts, machine: Machine, findings: Findings, budget: float | None = None) -> None:
         self.layouts, self.given, self.findings, self.budget = layouts, machine, findings, budget
         self.machine, self.ranking = machine, Ranking()
+        self.untried: Turn | None = None
         self._guesses: tuple[Machine | None, dict[str, Guess]] = None, {}
         if findings.factors and not layouts.complete:
             layouts.search(with_factors(machine, findings.factors))
@@ -80,7 +82,8 @@ class Tuner:
         if turn is None or self.budget is None or not self.findings.each:
             return turn
         usual = self.findings.spent_s / len(self.findings.each)
-        return turn if self.findings.spent_s + usual <= self.budget else None
+        self.untried = turn if self.findings.spent_s + usual > self.budget else None
+        return None if self.untried else turn
 
     @cached_property
     def before(self) -> dict[str, float]:
