@@ -329,6 +329,7 @@ def _messages(error: ValidationError) -> list[str]:
             key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else str(part)
         key = key.replace("parallelism.modules.", "parallelism.", 1)
         says = complaint["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        says = says.replace("a valid tuple", "an array").replace("a valid dictionary", "a table")
         if complaint["type"] == "missing":
             said.append(f"{key} is missing")
         elif complaint["type"] == "extra_forbidden":
