@@ -235,12 +235,10 @@ def turns(rank, recipes):
 def test_one_job_takes_all_turns(pool4):
     """Collectives are those inside of layers, as the simulator has them, and no waits for other ranks."""
     one_each = layout_pairs.recipe("unused", [table("vision", "0"), table("llm", "1")])
-    recipes = [recipe_in("tp 2, dp 2"), one_each, recipe_in("tp 2, dp 2")]
-    for found in pool4.run(turns, recipes, timeout=240):
-        (tensor, job), (alone, same), (again, _) = found
+    for found in pool4.run(turns, [recipe_in("tp 2, dp 2"), one_each], timeout=240):
+        (tensor, job), (alone, same) = found
         assert same == job
         assert all(len(own.steps) == 2 and own.parts["llm forward"] > 0 for own, _ in found)
-        assert tensor.parts.keys() == again.parts.keys()
         assert tensor.parts["collectives"] > 0 == alone.parts["collectives"]
 
 
