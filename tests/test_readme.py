@@ -82,6 +82,7 @@ def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
     """Each of them that a page names."""
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     planner, optimus, survey, cards = kept("planner"), kept("optimus"), kept("survey"), kept("cards")
+    searches = [own for row in kept("tune")["rows"] for own in row["searches"]]
     kinds = [survey[kind] for kind in ("image_text", "audio_text")]
     classes = (*(str(kind[key]) for kind in kinds for key in ("passed", "classes")), str(survey["video"]))
     found = {
@@ -95,6 +96,11 @@ def test_figures_in_sentences_are_those_of_the_kept_outputs(page):
         r"runs are (\d+)% off \(rank correlation ([\d.]+)\)": (
             f"{100 * cards['mean_step_error']:.0f}",
             f"{cards['rank_correlation']:.2f}",
+        ),
+        r"never ran are (\d+)% off, and (\d+) of (\d+) choices": (
+            f"{100 * kept('tune')['error_after']:.0f}",
+            str(sum(own["within"] for own in searches)),
+            str(len(searches)),
         ),
         r"`share_of_bound` \(([\d.]+)\)": (f"{optimus['share_of_bound']:.2f}",),
         r"doing nothing scores ([\d.]+)": (f"{optimus['share_of_bound_unfilled']:.2f}",),
