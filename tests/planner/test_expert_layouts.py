@@ -78,6 +78,7 @@ def test_what_is_proposed_is_what_check_takes(seed):
         for plan in (part[rng.integers(len(part))] for part in (plans, spread) if part):
             written = parse_recipe(planned_text(recipe, text, (), drawn_problem, plan))
             assert written.wiring.meshes["llm"] == plan.modules["llm"].mesh
+            assert written.job.description == str(plan)
             for ep in rng.permutation(range(2, drawn_problem.ranks + 1))[:3].tolist():
                 own = replace(plan.modules["llm"], expert_parallel=ep)
                 other = replace(plan, modules={**plan.modules, "llm": own})

@@ -204,6 +204,7 @@ BAD: dict[str, tuple[str, str, str]] = {
     "wrong type": ("steps = 800", 'steps = "800"', "training.steps = '800': should be a valid integer"),
     "wrong type, float": ("steps = 800", "steps = 8.5", "training.steps = 8.5: should be a valid integer"),
     "wrong type, bool": ("freq = 100", "freq = true", "validation.freq = True: should be a valid integer"),
+    "not an array": ("[data]", "[elastic]\nlayouts = 'x'\n[data]", "elastic.layouts = 'x': should be an array"),
     "not a table": ("[data]\nsource", "[job.x]\nsource", "job.x: unknown key 'x'"),
     "out of range": ("steps = 800", "steps = 0", "training.steps = 0: should be greater than or equal to 1"),
     "no such choice": (

@@ -100,6 +100,16 @@ def test_keys_are_fetched_and_gradients_summed_over_cp():
     assert 0 < one_lane.reduce[LLM] < costs.reduce[LLM]  # over cp alone, over both
 
 
+@pytest.mark.parametrize(("name", "units"), [("digits_fsdp.toml", 3), ("digits_single.toml", 0)])
+def test_hooks_of_fsdp_come_with_every_forward_and_backward(name, units):
+    """Of two blocks and the rest."""
+    plain, hooked = (costs_of(name, machine=replace(MACHINE, shard_overhead=s)).stages for s in (0.0, 0.5))
+    for (stage, m), cost in plain.items():
+        if stage == LLM:
+            assert hooked[stage, m].forward - cost.forward == pytest.approx(0.5 * units)
+            assert hooked[stage, m].backward - cost.backward == pytest.approx(0.5 * units)
+
+
 def test_fetches_hide_behind_attention():
     fast = replace(MACHINE, peak_flops={"float32": 1e7}, node_bandwidth=1e12)
     cost = costs_of("digits_long.toml", machine=fast).stages[LLM, 0]

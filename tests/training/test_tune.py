@@ -225,20 +225,20 @@ def test_a_measured_peak_corrects_the_context():
 
 
 def turns(rank, recipes):
-    """Findings of layouts, and how many jobs were built for them."""
+    """Of each layout what was found, which job took its steps, and the step of its data that would be next."""
     with open_payloads(recipes[0]) as payloads:
         ranks = Ranks(World.current(), payloads)
-        return [(ranks.measure(recipe, "made", 2), id(ranks.job)) for recipe in recipes]
+        return [(ranks.measure(recipe, "made", 2), id(ranks.job), ranks.job.loader.step) for recipe in recipes]
 
 
 @pytest.mark.slow
 def test_one_job_takes_all_turns(pool4):
-    """Collectives are those inside of layers, as the simulator has them, and no waits for other ranks."""
+    """All take the first samples. Collectives are those inside of layers, as the simulator has them, and no waits."""
     one_each = layout_pairs.recipe("unused", [table("vision", "0"), table("llm", "1")])
     for found in pool4.run(turns, [recipe_in("tp 2, dp 2"), one_each], timeout=240):
-        (tensor, job), (alone, same) = found
-        assert same == job
-        assert all(len(own.steps) == 2 and own.parts["llm forward"] > 0 for own, _ in found)
+        (tensor, job, taken), (alone, same, again) = found
+        assert (same, again) == (job, taken)
+        assert all(len(own.steps) == 2 and own.parts["llm forward"] > 0 for own, *_ in found)
         assert tensor.parts["collectives"] > 0 == alone.parts["collectives"]
 
 
