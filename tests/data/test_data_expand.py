@@ -295,7 +295,7 @@ def test_an_index_without_runs_is_stale(tmp_path):
     texts = json.loads(arrays["texts"].tobytes()) | {"version": 3}
     arrays["texts"] = np.frombuffer(json.dumps(texts).encode(), np.uint8)
     np.savez(path, **arrays)
-    with pytest.raises(RecipeError, match=r"x\.npz is stale: its format is 3, not 5; make it anew: hetmesh index"):
+    with pytest.raises(RecipeError, match=r"x\.npz is stale: its format is 3, not 4; make it anew: hetmesh index"):
         load_index(path, Kept.index_inputs)
 
 

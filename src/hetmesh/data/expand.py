@@ -103,10 +103,10 @@ class Expander:
         return rows
 
     def refusals(self, metas: MetaArrays) -> dict[int, SampleError]:
-        """Errors of the samples that `check` refuses, by rising place. Those of an index were checked when it was made:
-        only suspects among them are looked at."""
-        suspects = np.full(len(metas), bool(metas.given))
+        """Errors of the samples that `check` refuses, by rising place. Only suspects are looked at one by one."""
+        suspects = _perhaps_malformed(metas)
         suspects[list(metas.unreadable)] = True
+        suspects[[i for i, meta in enumerate(metas.given) if meta.position_ids is not None]] = True
         rows, placeholders = _counted(metas, self.item_rows), metas.items[:, 2]
         np.logical_or.at(suspects, metas.sample_of_item, (rows < 1) | ((placeholders != 1) & (placeholders != rows)))
         if self.seq_len is not None:
@@ -197,6 +197,56 @@ def _counts_of_extents(items: np.ndarray, counts: Sequence[RowCount | None]) -> 
         except SampleError:
             rows.append(0)
     return np.array(rows, np.int64)[inverse.reshape(-1)] if len(extents) else np.zeros(0, np.int64)
+
+
+def _perhaps_malformed(metas: MetaArrays) -> np.ndarray:
+    """Which samples `check_meta` may refuse, all that it refuses among them; bool `[n]`."""
+    width = int(max(metas.tokens.max(initial=0), 0)) + 1
+    everything = np.ones(len(metas), bool)
+    if width * len(metas) >= 1 << 62:  # positions would overflow below
+        return everything
+    bad = metas.tokens < 1
+    sample = metas.sample_of_item
+    start, rows, stop = metas.items[:, 1], metas.items[:, 2], metas.stops
+    wrong = (rows < 1) | (start < _previous(stop, metas.item_ends, 0)) | (stop > metas.tokens[sample])
+    np.logical_or.at(bad, sample, wrong)
+    if metas.placed.any():
+        np.logical_or.at(bad, sample, _wrongly_placed(metas))
+    first, last = metas.targets.T
+    target_sample = np.repeat(np.arange(len(metas)), np.diff(metas.target_ends))
+    outside = (first >= last) | (last > metas.tokens[target_sample])
+    np.logical_or.at(bad, target_sample, outside | (first < _previous(last, metas.target_ends, 1)))
+    if bad.any():  # the search below needs positions in order
+        return everything
+    # Samples laid end to end: a span covers an item that starts before its end and does not stop before its start.
+    starts, stops, at = sample * width + start, sample * width + stop, target_sample * width
+    covers = np.searchsorted(starts, at + last) > np.searchsorted(stops, at + first, side="right")
+    bad[target_sample[covers]] = True
+    return bad
+
+
+def _wrongly_placed(metas: MetaArrays) -> np.ndarray:
+    """Which items have runs that are no part of an item that begins and has rows as they do, or of a kind of which some
+    items of the sample are placed and some are not; bool `[m]`."""
+    starts, rows = metas.runs.T
+    total = np.concatenate([[0], np.cumsum(rows)])
+    of_runs = total[metas.run_ends[1:]] - total[metas.run_ends[:-1]]
+    wrong = metas.placed & (of_runs != metas.items[:, 2])
+    item = np.repeat(np.arange(len(wrong)), np.diff(metas.run_ends))
+    before = _previous(starts + rows, metas.run_ends, 0)
+    np.logical_or.at(wrong, item, (rows < 1) | (starts < before))
+    wrong[metas.placed] |= starts[metas.run_ends[:-1][metas.placed]] != metas.items[metas.placed, 1]
+    kind = metas.sample_of_item * len(metas.kinds) + metas.items[:, 0]
+    _, kind = np.unique(kind, return_inverse=True)
+    placed, all_of_kind = np.bincount(kind, metas.placed), np.bincount(kind)
+    return wrong | ((placed > 0) & (placed < all_of_kind))[kind]
+
+
+def _previous(values: np.ndarray, ends: np.ndarray, first: int) -> np.ndarray:
+    """The value before each one within its sample; `first` for those at its start."""
+    out = np.concatenate([[first], values[:-1]])[: len(values)]
+    out[ends[:-1][np.diff(ends) > 0]] = first
+    return out
 
 
 def _expanded_targets(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hetmesh.data.conversations import ConversationsSource
 
 SUFFIX = ".hetmesh-index.npz"
-VERSION = 5
+VERSION = 4
 _ADVICE = "make it anew: hetmesh index RECIPE, or remove it"
 _DAMAGED = (OSError, ValueError, AttributeError, zipfile.BadZipFile, *MALFORMED_FILE)
 """What reading a damaged index raises."""

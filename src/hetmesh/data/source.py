@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -137,9 +136,16 @@ def abilities_of(source: Source) -> SourceAbilities:
     custom: Any = source
     if (declared := getattr(custom, "abilities", None)) is not None:
         return declared
-    own = {each.name: getattr(custom, each.name) for each in fields(SourceAbilities) if hasattr(custom, each.name)}
-    values = {name: partial(getattr, custom, name) for name in own.keys() & {"end_ids", "notes"}}
-    return SourceAbilities(**own | values)
+    return SourceAbilities(
+        getattr(custom, "metas", None),
+        getattr(custom, "check_files", None),
+        getattr(custom, "decode", None),
+        lambda: getattr(custom, "end_ids", ()),
+        lambda: getattr(custom, "notes", ()),
+        getattr(custom, "values", ()),
+        getattr(custom, "judge", None),
+        getattr(custom, "media_shapes", {}),
+    )
 
 
 @runtime_checkable
@@ -191,9 +197,7 @@ def metas_of(
     for index in indices:
         with reading:
             try:
-                meta = source.meta(index)
-                check_meta(meta)
-                metas.append(meta)
+                metas.append(source.meta(index))
             except SampleError as error:
                 metas.append(str(error))
     return MetaArrays.of(metas)
