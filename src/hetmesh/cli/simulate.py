@@ -23,15 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it, as .png or .svg (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Simulate a step over the first global batch, in this one process."""
     recipe = load_recipe(args.recipe, overrides)
-    from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, hidden_text, save_trace, summary_json
+    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, hidden_text, save_trace
     from hetmesh.resolve.modules import notes_on_experts
     from hetmesh.resolve.predictions import notes_on_videos, simulate_recipe
     from hetmesh.resolve.resolved import resolve
@@ -43,9 +41,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
     notes = [*notes_on_experts(resolved.shapes), *notes_on_videos(resolved, timeline.makespan)]
-    if args.json:
-        print(to_json({**summary_json(timeline), "notes": notes}, indent=2))
-        return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
     if args.beside or any(timeline.hidden):
