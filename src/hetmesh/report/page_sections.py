@@ -285,7 +285,7 @@ def _experts(run: RunView) -> PageSection | None:
 def _layout(view: RecipeView | None) -> PageSection:
     if view is None:
         return PageSection("Layout", missing=(NO_RECIPE,))
-    caption = "modules on ranks, and what each rank holds for the whole run"
+    caption = "modules on ranks"
     picture = Picture(caption, f"{caption}; {BESIDE}", partial(recipe_figure, view), "ranks")
     lead = f"{counted(view.ranks, 'rank')}; {view.optimizer}'s state is counted in {view.dtype}."
     if view.idle_ranks:
