@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from hetmesh.cli import main
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
+from hetmesh.recipe.rewrite import recipe_toml
 from hetmesh.records.run_lines import Series, series
 from hetmesh.records.run_view import RunView, read_run
-from hetmesh.report.page import outgrown, recipe_text
+from hetmesh.report.page import outgrown
 from hetmesh.report.page_parts import PageTable
 from hetmesh.report.page_sections import sections
 from support.written_runs import write_run
@@ -246,5 +247,5 @@ def test_the_page_says_what_preparing_samples_takes():
 def test_the_recipe_on_a_page_is_the_run_s():
     for name in ("digits_moe", "digits_omni", "digits_lora"):
         recipe = load_recipe(RECIPES / f"{name}.toml")
-        again = parse_recipe(recipe_text(recipe))
+        again = parse_recipe(recipe_toml(recipe))
         assert again.model_dump(mode="json") == recipe.model_dump(mode="json")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import tomlkit
 
 from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import HetmeshError, RecipeError, UsageError
 from hetmesh.files import writing
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.rewrite import recipe_toml
 from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, TIMELINE_FILE
 from hetmesh.records.events import EVENTS_FILE
 from hetmesh.records.metrics import amount
@@ -62,7 +61,7 @@ def page_html(run: RunView, folder: str | Path) -> str:
         tiles=tuple(_tiles(run)),
         sections=sections(run, view, recipe),
         notes=(*run.notes, *notes, *outgrown(run)),
-        recipe=recipe_text(recipe) if recipe else "",
+        recipe=recipe_toml(recipe) if recipe else "",
         written=f"Written {when(run.story.read)} UTC by hetmesh report, from {files}.",
     )
 
@@ -176,19 +175,3 @@ def _held_out(run: RunView) -> Iterator[Tile]:
     if accuracy is not None:
         of = f"{questions:,.0f} held-out questions" if questions else "held-out questions"
         yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{after}")
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """A recipe's keys with other values than their defaults, as TOML that describes the same run."""
-    tables: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    parallelism = tables.get("parallelism", {})
-    if "modules" in parallelism:  # as a recipe is written
-        tables["parallelism"] = parallelism | parallelism["modules"]
-        del tables["parallelism"]["modules"]
-    return tomlkit.dumps(_without_none(tables))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
