@@ -1,6 +1,5 @@
 """`hetmesh profile`: what it writes and says."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -36,13 +35,14 @@ def test_a_profile_is_written_and_its_errors_said(tmp_path, start_forked):
 
 
 @pytest.mark.slow
-def test_a_profile_may_be_printed_and_take_the_place_of_one_of_other_modules(capsys, tmp_path):
+def test_a_profile_may_take_the_place_of_one_of_other_modules(capsys, tmp_path):
     path = tmp_path / "profile.json"
     Profile().save(path)
-    arguments = ["--output", str(path), "--seconds", "0", "--training.local_batch_size", "4", "--json"]
+    arguments = ["--output", str(path), "--seconds", "0", "--training.local_batch_size", "4"]
     arguments += ["--profiling.profile", str(path)]
     assert main(["profile", DIGITS.replace("digits.", "digits_single."), *arguments]) == 0
-    assert set(json.loads(capsys.readouterr().out)["layers"]) == set(Profile.load(path).layers)
+    assert f"{len(Profile.load(path).layers)} kinds of layers in float32 on cpu" in capsys.readouterr().out
+    assert Profile.load(path).layers
 
 
 @pytest.mark.exhaustive  # those of tensor parallelism are above

@@ -1,7 +1,6 @@
 """E2: a batch that parts ranks as any of its size does is found on stationary data, and refused on drifting ones."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from hetmesh.planner.macro_batch import (
 )
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report.plan_text import macro_batch_lines
-from hetmesh.resolve.plan_phases import run_phases
+from hetmesh.resolve.plan_phases import plan_phases, run_phases
 from hetmesh.resolve.planning import certified, recipe_macro_batch, recipe_problem
 from hetmesh.resolve.resolved import resolve
 
@@ -211,23 +210,28 @@ def test_e2_the_certificate_holds_per_phase_and_a_plan_says_where_to_plan_anew(t
     path, written = tmp_path / "recipe.toml", tmp_path / "second.toml"
     path.write_text(PHASES)
     asked = ["plan", str(path), "--machine=h100", "--ranks=8", "--fix=placement=disjoint", "--fix=schedule=1F1B"]
-    assert main([*asked, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["macro_batch"]["samples"] == 0
-    assert told["macro_batch"]["drifts"]
-    first, second, third = told["phases"]
-    assert [phase["steps"] for phase in told["phases"]] == [[1, 1000], [1001, 2000], [2001, 3000]]
-    assert all(phase["macro_batch"]["samples"] and not phase["macro_batch"]["drifts"] for phase in told["phases"])
-    assert first["macro_batch"]["split"] != second["macro_batch"]["split"]
-    assert [phase["pays"] for phase in told["phases"]] == [False, True, False]
-    assert second["saved"] == pytest.approx(1 - second["plan"]["step_s"] / second["kept_step_s"])
-    assert third["kept_step_s"] >= third["plan"]["step_s"]
+    resolved = resolve(load_recipe(path))
+    given = {"machine": "h100", "ranks": 8, "fixed": {"placement": "disjoint", "schedule": "1F1B"}}
+    whole = recipe_macro_batch(recipe_problem(resolved, **given))
+    assert whole.samples == 0
+    assert whole.drifts
+    steps = run_phases(resolved.recipe)
+    assert steps == (range(1000), range(1000, 2000), range(2000, 3000))
+    phases = list(plan_phases(steps, lambda steps: recipe_problem(resolved, **given, steps=steps)))
+    first, second, third = phases
+    assert all(phase.macro.samples and not phase.macro.drifts for phase in phases)
+    assert first.macro.split != second.macro.split
+    assert [phase.pays for phase in phases] == [False, True, False]
+    assert second.saved == pytest.approx(1 - second.best.step_s / second.kept.step_s)
+    assert third.kept.step_s >= third.best.step_s
+    assert main([*asked]) == 0
+    assert "phases of the data" in capsys.readouterr().out
     assert main([*asked, "--phase=2", f"--write={written}"]) == 0
     out = capsys.readouterr().out
     assert "phases of the data" not in out
-    assert f"{second['plan']['step_s'] * 1e3:,.0f}" in out
+    assert f"{second.best.step_s * 1e3:,.0f}" in out
     ranks = load_recipe(written).parallelism.modules["vision"].ranks
-    assert list(ranks) == list(range(ranks[0], second["plan"]["modules"]["vision"]["ranks"][1] + 1))
+    assert list(ranks) == list(range(ranks[0], second.best.plan.modules["vision"].ranks[1]))
     assert main([*asked, "--phase=4"]) == 2
     assert "--phase 4: " in capsys.readouterr().err
 

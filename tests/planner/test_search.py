@@ -1,7 +1,6 @@
 """The search for layouts: against brute force, within what is fixed and what fits; a few lanes stand for all."""
 
 import itertools
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -399,10 +398,10 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     assert written.world_size == 2
     assert written.modules["vision"].lr == 0.5
     assert b"\r\n" in target.read_bytes()
-    assert main(["plan", str(RECIPES / "digits.toml"), *keys, "--json", "--memory", "1e-9", *sizes]) == 1
-    out, err = capsys.readouterr()
-    assert json.loads(out)["plans"] == []
-    assert err.startswith("error: no layout of 2 ranks fits into 1 B: the smallest that was simulated holds ")
+    assert main(["plan", str(RECIPES / "digits.toml"), *keys, "--memory", "1e-9", *sizes]) == 1
+    assert capsys.readouterr().err.startswith(
+        "error: no layout of 2 ranks fits into 1 B: the smallest that was simulated holds "
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hetmesh.cost import StageCost, StepCosts, TransferCost
 from hetmesh.graph import Activation, BoundarySpec, ModuleGraph, ModuleSpec, stage_graph
 from hetmesh.layout import MeshSpec
-from hetmesh.report.timeline_text import action_json, action_table, action_times
+from hetmesh.report.timeline_text import action_table, action_times
 from hetmesh.schedule import one_f_one_b
 from hetmesh.simulate import simulate
 
@@ -58,6 +58,6 @@ def test_the_table_and_the_values_agree(timelines):
     assert backward.split() == ["llm", "backward", "16.00", "17.60", "-9%", "4"]
     assert any(line.split() == ["optimizer", "7.00", "-", "-", "1"] for line in lines)
     assert lines[-1].startswith("step ")
-    assert len(action_json(timelines)) == len(lines) - 2
+    assert len(action_times(timelines)) == len(lines) - 2
     only = action_table({"measured": timelines["measured"]})
     assert "-9%" not in only

@@ -10,8 +10,11 @@ from hetmesh.boundary.process_groups import ends_are_tied, groups_of_ranks, job_
 from hetmesh.cli import main
 from hetmesh.cost import StaticMemory, load_machine
 from hetmesh.cost.static_memory import update_bytes
+from hetmesh.planner import search
+from hetmesh.planner.predict import plan_fit
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.report import as_text, explain
+from hetmesh.resolve.planning import recipe_problem
 from hetmesh.resolve.predictions import memory_fit, step_memory
 from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import resolve
@@ -104,15 +107,14 @@ def test_u20_explain_says_by_how_much_a_recipe_fits_or_not(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_u20_plan_says_it_of_every_layout(capsys):
-    keys = ["--machine", "h100", "--ranks", "2", "--shown", "1", "--fix", "placement=colocated", "--json"]
-    assert main(["plan", str(RECIPES / "digits.toml"), *keys]) == 0
-    (plan,) = json.loads(capsys.readouterr().out)["plans"]
-    memory = plan["memory"]
-    assert memory["fits"] is True
-    most = memory["ranks"][str(memory["fullest"])]
-    assert most["communicators"] > 0
-    assert memory["peak_bytes"] == sum(size for size in most.values() if isinstance(size, int))
+def test_u20_plan_knows_it_of_every_layout():
+    resolved = resolve(load_recipe(RECIPES / "digits.toml"))
+    problem = recipe_problem(resolved, machine="h100", ranks=2, fixed={"placement": "colocated"})
+    memory = plan_fit(problem, search(problem, shown=1).fastest.plan)
+    assert memory.fits is True
+    most = memory.ranks[memory.fullest]
+    assert most.communicators > 0
+    assert memory.peak_bytes == most.total
 
 
 def test_the_largest_batch_is_of_the_largest_samples(large):

@@ -12,7 +12,6 @@ from hetmesh.graph import SampleMeta
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.report.balance_view import balance_view
 from hetmesh.resolve.directories import up_to_llm
-from hetmesh.resolve.predictions import simulate_recipe
 from hetmesh.resolve.resolved import check_first_batch, resolve
 from hetmesh.resolve.summary import summary
 from support import drawer_parts as parts
@@ -180,11 +179,6 @@ def test_lengths_of_a_file_do_not_say_what_modules_after_the_llm_read(tmp_path):
     file.write_text('{"vision": 4, "llm": 20}\n')
     with pytest.raises(RecipeError, match="the recipe has drawer"):
         balance_view(resolve(load_recipe(DRAW)), lengths=str(file))
-
-
-def test_only_encoders_can_be_simulated_in_collectives():
-    with pytest.raises(RecipeError, match=r"beside = 'drawer': only modules before 'llm' .*: vision, projector"):
-        simulate_recipe(resolve(load_recipe(DRAW)), beside=["drawer"])
 
 
 def test_what_is_compared_with_a_directory_has_an_llm_whose_loss_is_only_measured():

@@ -348,7 +348,7 @@ def _saved(folder: Path, rng: random.Random) -> None:
 
 
 def _report(folder: Path, rng: random.Random) -> None:
-    flags = rng.choice(([], ["--json"], [f"--trace={folder / 'trace.json'}"]))
+    flags = rng.choice(([], [f"--trace={folder / 'trace.json'}"]))
     _command(["report", str(folder), *flags])
 
 

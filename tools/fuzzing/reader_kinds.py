@@ -102,7 +102,7 @@ def _own_machine(folder: Path) -> None:
 
 def _lengths(folder: Path, rng: random.Random) -> None:
     if rng.random() < 0.2:
-        return command(["balance"], folder / "0.toml", [f"--lengths={folder / 'lengths.jsonl'}", "--json"])
+        return command(["balance"], folder / "0.toml", [f"--lengths={folder / 'lengths.jsonl'}"])
     read_lengths(folder / "lengths.jsonl", ("vision", "llm"))
     return None
 

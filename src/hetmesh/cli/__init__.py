@@ -25,7 +25,7 @@ VERBS: Mapping[str, str] = {
     "plan": "find the layout that a model should have on a number of ranks of a machine",
     "tune": "find the layout that is fastest on these ranks, by real steps of a few",
     "balance": "show how uneven batches are, and what every balancer makes of them",
-    "report": "show what a run did, as text and as a page: how well, how fast, where the time went, what to change",
+    "report": "show what a run did, as text and as a page: how well, how fast, where the time went",
     "index": "look through a recipe's data once: lengths, sizes and offsets, kept beside it",
     "generate": "answer a question with what a run has learned",
     "export": "write what a run has learned as a directory that transformers loads",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from hetmesh.recipe.recipe import load_recipe
 
@@ -21,18 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", metavar="N", type=int, default=4, help="global batches to draw (default 4)")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
     parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Balance the batches in this one process, without weights."""
     recipe = load_recipe(args.recipe, overrides)
-    from hetmesh.files import to_json
     from hetmesh.report.balance_text import balance_text
     from hetmesh.report.balance_view import balance_view
     from hetmesh.resolve.resolved import resolve
 
     given = {"machine": args.machine, "profile": args.profile}
     view = balance_view(resolve(recipe), lengths=args.lengths, batches=args.batches, **given)
-    print(to_json(asdict(view), indent=2) if args.json else balance_text(view))
+    print(balance_text(view))
     return 0

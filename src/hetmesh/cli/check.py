@@ -34,13 +34,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             from hetmesh.resolve.elastic import check_layouts, run_layouts
 
             lines.insert(0, check_layouts(run_layouts(Path(args.recipe), recipe, overrides)))
-    from hetmesh.resolve.summary import expansion, parameters
+    from hetmesh.recipe.rewrite import recipe_toml
+    from hetmesh.resolve.summary import parameters
 
     first_note = next((i for i, line in enumerate(lines) if line.startswith("note: ")), len(lines))
     described = lines[:first_note]
     if recipe.model.hf_path is not None:
         described.append(f"[model] hf_path = '{recipe.model.hf_path}' stands for:")
-        described += (f"  {line}" for line in expansion(resolved))
+        described += (f"  {line}" for line in recipe_toml(recipe, ("modules", "boundaries", "data")).splitlines())
     if args.parameters:
         described += parameters(resolved)
     print(*described, *lines[first_note:], sep="\n", flush=True)

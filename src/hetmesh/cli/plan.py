@@ -38,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--phase", metavar="N", type=int, help="plan for one phase of the data alone, 1 for the first")
     parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
     parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -47,9 +46,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for name, value in (("--ranks", args.ranks), ("--shown", args.shown), ("--memory", args.memory)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} {value}: must be above 0")
-    from hetmesh.files import to_json, writing
+    from hetmesh.files import writing
     from hetmesh.planner import search
-    from hetmesh.report.plan_text import PlanReport, nothing_found, plan_json, plan_text
+    from hetmesh.report.plan_text import PlanReport, nothing_found, plan_text
     from hetmesh.resolve.plan_phases import plan_phases, run_phases
     from hetmesh.resolve.planning import certified, not_kept, planned_text, recipe_macro_batch, recipe_problem
     from hetmesh.resolve.resolved import resolve
@@ -73,18 +72,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     planned = tuple(plan_phases(phases, problem_of)) if len(phases) > 1 and steps is None else ()
     seconds = time.perf_counter() - started
     result = PlanReport(problem, found, seconds, macro, batches, steps or range(recipe.training.steps), planned)
-    print(to_json(plan_json(result), indent=2) if args.json else plan_text(result))
+    print(plan_text(result))
     if found.fastest is None:
         print(f"error: {nothing_found(problem, found)}", file=sys.stderr)
         return 1
-    if args.draw and not args.json:
+    if args.draw:
         _draw(problem, found)
     if args.write:
         text = planned_text(recipe, read_text(args.recipe), overrides, problem, found.fastest.plan)
         with writing(Path(args.write)):
             Path(args.write).write_bytes(text.encode())  # with the line ends that are there
-        if not args.json:
-            print(f"\nwrote {args.write}: look at it with `hetmesh explain {args.write}`")
+        print(f"\nwrote {args.write}: look at it with `hetmesh explain {args.write}`")
         if left := not_kept(recipe):
             print(f"not in it, and planned without: {', '.join(left)}", file=sys.stderr)
     return 0

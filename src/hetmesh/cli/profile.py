@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="default: profile.json in the recipe's dump_folder")
     parser.add_argument("--seconds", type=float, default=45.0, help="how long to measure (default %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where this machine has GPUs")
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -36,7 +35,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         import torch
 
     from hetmesh.errors import LaunchError
-    from hetmesh.files import to_json, writing
+    from hetmesh.files import writing
     from hetmesh.resolve.resolved import resolve
     from hetmesh.training.profile import profile_recipe
 
@@ -54,9 +53,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     profile.save(path)
-    if args.json:
-        print(to_json(profile.as_json(), indent=2))
-        return 0
     threads = ", one thread" if device == "cpu" else ""
     print(f"{len(profile.layers)} kinds of layers in {profile.dtype} on {profile.device}{threads}")
     print(f"held-out shapes: {_errors(profile.held_out)}")

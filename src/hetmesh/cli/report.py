@@ -6,7 +6,6 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,26 +15,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="also write it as a trace for ui.perfetto.dev")
     parser.add_argument("--html", metavar="FILE", help="where to write the page; default: report.html in FOLDER")
     parser.add_argument("--no-html", action="store_true", help="write no page (it needs matplotlib and jinja2)")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON instead; a page only with --html")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the run's folder."""
     from hetmesh.errors import HetmeshError, UsageError
-    from hetmesh.files import to_json
     from hetmesh.records.run_view import read_run
     from hetmesh.report.gantt import save_gantt
     from hetmesh.report.page import save_page
     from hetmesh.report.page_sections import RECORD
     from hetmesh.report.page_story import state
     from hetmesh.report.timeline_text import (
-        action_json,
         action_table,
         bubble_table,
         gantt_text,
         headline,
         save_trace,
-        summary_json,
     )
 
     if overrides:
@@ -49,14 +44,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         save_gantt(view.timelines, args.png, f"step {view.step} of {args.run}")
     if args.trace:
         save_trace(view.timelines, args.trace)
-    if args.json:
-        figures: dict[str, Any] = {name: summary_json(timeline) for name, timeline in view.timelines.items()}
-        figures |= {"actions": action_json(view.timelines)} if view.timelines else {}
-        figures |= {"mean": view.load.means()} if view.load else {}
-        if args.html:
-            save_page(view, args.run, args.html)
-        print(to_json({"last": view.last, "summary": view.summary, "step": view.step, **figures}, indent=2))
-        return 0
     path = None if args.no_html else args.html or Path(args.run) / "report.html"
     problem: HetmeshError | None = None
     if path is not None:

@@ -14,44 +14,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a TOML file, e.g. recipes/digits_pipeline.toml")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
     parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
-    parser.add_argument(
-        "--beside",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="an encoder whose kernels run in the LLM's tensor-parallel collectives, whatever the recipe says",
-    )
     parser.add_argument("--png", metavar="FILE", help="also draw it, as .png or .svg (needs matplotlib)")
     parser.add_argument("--trace", metavar="FILE", help="also write a trace for ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print figures as JSON instead")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Simulate a step over the first global batch, in this one process."""
     recipe = load_recipe(args.recipe, overrides)
-    from hetmesh.files import to_json
     from hetmesh.report.gantt import save_gantt
-    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, hidden_text, save_trace, summary_json
+    from hetmesh.report.timeline_text import bubble_table, gantt_text, headline, hidden_text, save_trace
     from hetmesh.resolve.modules import notes_on_experts
     from hetmesh.resolve.predictions import notes_on_videos, simulate_recipe
     from hetmesh.resolve.resolved import resolve
 
     resolved = resolve(recipe)
-    timeline = simulate_recipe(resolved, machine=args.machine, profile=args.profile, beside=args.beside)
+    timeline = simulate_recipe(resolved, machine=args.machine, profile=args.profile)
     if args.png:
         save_gantt({"predicted": timeline}, args.png, recipe.job.description)
     if args.trace:
         save_trace({"predicted": timeline}, args.trace)
     notes = [*notes_on_experts(resolved.shapes), *notes_on_videos(resolved, timeline.makespan)]
-    if args.json:
-        print(to_json({**summary_json(timeline), "notes": notes}, indent=2))
-        return 0
     width = shutil.get_terminal_size((120, 24)).columns
     print(f"one step, schedule {recipe.schedule}: {headline(timeline)}\n")
-    if args.beside or any(timeline.hidden):
-        what = " and ".join(args.beside) if args.beside else "encoders"
-        only = "" if recipe.schedule_key("bubble_fill_in_collectives") else "simulated only: "
-        print(f"{only}{what}: {hidden_text(timeline)}\n")
+    if any(timeline.hidden):
+        print(f"encoders: {hidden_text(timeline)}\n")
     print(f"{gantt_text(timeline, width)}\n\n{bubble_table(timeline)}")
     for note in notes:
         print(f"note: {note}")

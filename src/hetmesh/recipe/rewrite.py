@@ -1,8 +1,8 @@
-"""A recipe's text with other values for some keys; everything else stays as it is written, comments too."""
+"""Recipes as text: that of one with other values for some keys, comments and all, or of its values alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import tomli
@@ -12,6 +12,7 @@ from tomlkit.exceptions import TOMLKitError
 from hetmesh.errors import RecipeError
 from hetmesh.recipe.hf_path import expand_hf_path
 from hetmesh.recipe.overrides import apply_override
+from hetmesh.recipe.recipe import Recipe
 
 HEADER = (
     "# Written anew, without comments: the recipe has inline tables or dotted keys where tables are needed now.\n\n"
@@ -66,3 +67,20 @@ def _tables(values: Mapping[str, Any]) -> Any:
         table[key] = _tables(value) if isinstance(value, Mapping) else value
     table.add(tomlkit.nl())
     return table
+
+
+def recipe_toml(recipe: Recipe, sections: Collection[str] | None = None) -> str:
+    """A recipe's keys with other values than their defaults, in these sections or all, as TOML that says the same."""
+    include = None if sections is None else set(sections)
+    tables: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True, include=include)
+    parallelism = tables.get("parallelism", {})
+    if "modules" in parallelism:  # as a recipe is written
+        tables["parallelism"] = parallelism | parallelism["modules"]
+        del tables["parallelism"]["modules"]
+    return tomlkit.dumps(_without_none(tables))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -124,24 +124,22 @@ class RunFolder:
         if self.claim is not None:
             self.claim.close()
 
-    def begin(self, recipe: Recipe) -> dict[str, Any] | None:
+    def begin(self, recipe: Recipe) -> None:
         """Write down the recipe; drop an earlier summary and the metrics of steps that will come again, and of the last
         step's evaluation, which does too. Nothing is changed before this: a resume that is refused leaves everything as
-        it was. Does nothing on ranks without the claim. Returns what `trim_metrics` dropped."""
+        it was. Does nothing on ranks without the claim."""
         if self.claim is None:
-            return None
+            return
         with writing(self.path / RECIPE_FILE, _HINT):
             tables = recipe.model_dump(mode="json", by_alias=True)
             if recipe.code_folder is not None:
                 tables[CODE_FOLDER] = recipe.code_folder
             _replace_content(self.claim.file.fileno(), (to_json(tables, indent=2) + "\n").encode())
-        dropped = None
         if self.step is not None:
             again = self.step == recipe.training.steps and recipe.validation.enable
-            dropped = trim_metrics(self.path / METRICS_FILE, self.step, evaluates=again)
+            trim_metrics(self.path / METRICS_FILE, self.step, evaluates=again)
             with writing(self.path / SUMMARY_FILE):  # of a run that had fewer steps; not of this one before its end
                 (self.path / SUMMARY_FILE).unlink(missing_ok=True)
-        return dropped
 
 
 def _replace_content(descriptor: int, text: bytes) -> None:
@@ -315,24 +313,19 @@ def check_folder(recipe: Recipe) -> None:
             _check_files(folder)
 
 
-def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> dict[str, Any] | None:
+def trim_metrics(path: Path, step: int, *, evaluates: bool = False) -> None:
     """Drop the lines of metrics.jsonl after `step`, which will come again (where it `evaluates`, the evaluation after
-    `step` too), and a last one that a kill cut short. Returns of the steps that are dropped the `last`, its
-    `timestamp`, and the `seconds` that they took; None: none is. Raises OutputError: the file holds anything but a
-    run's lines, or cannot be written."""
+    `step` too), and a last one that a kill cut short. Raises OutputError: the file holds anything but a run's lines, or
+    cannot be written."""
     if not path.exists():
-        return None
-    kept, later = _kept_lines(path, step)
+        return
+    kept, _ = _kept_lines(path, step)
     with writing(path):
         temporary = path.with_suffix(".part")
         again = step if evaluates else None
         lines = (line for line, record in kept if not (record["step"] == again and "validation" in record))
         temporary.write_text("".join(lines), encoding="utf-8")
         temporary.replace(path)  # a kill right here loses nothing
-    if not later:
-        return None
-    seconds = sum(record.get("time_s") or 0.0 for record in later)
-    return {"last": later[-1]["step"], "timestamp": later[-1].get("timestamp"), "seconds": round(seconds, 3)}
 
 
 def steps_after(folder: Path, step: int) -> int:

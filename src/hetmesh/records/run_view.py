@@ -1,10 +1,9 @@
-"""What a run has left in its dump folder, as a value: metrics, a recorded step, how even its microbatches were, its
-starts, checkpoints and ends, and whether it still lives."""
+"""What a run has left in its dump folder, as a value: metrics, a recorded step, how even its microbatches were, how
+it ended, and whether it still lives."""
 
 from __future__ import annotations
 
 import socket
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -32,44 +31,17 @@ class Start:
 
     Attributes:
         step: it went on after this one; 0: it began anew.
-        began, until: its first and last sign of life, seconds since 1970.
-        last: the last step of which it is known that it was done.
-        wanted: steps of the whole run, as it was asked for then; 0: not known. So with host, ranks, device.
-        changed: of its recipe, since the checkpoint.
-        deferral: whether samples were deferred, and why.
-        first_s: seconds until its first step began; None: not known.
-        redone, redone_s: its last steps that the next start did again, and seconds that they took.
+        wanted: steps of the whole run, as it was asked for then; 0: not known. So with host, device.
         how: it ended, a word of `records.events`; empty: not known.
         reason: of that end.
     """
 
     step: int
-    began: float
-    until: float
-    last: int
     wanted: int = 0
     host: str = ""
-    ranks: int = 0
     device: str = ""
-    changed: str = ""
-    deferral: str = ""
-    first_s: float | None = None
-    redone: int = 0
-    redone_s: float = 0.0
     how: str = ""
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class CheckpointEvent:
-    """A checkpoint that was complete after `step`, at `timestamp` (seconds since 1970): training stood still for it for
-    `held_s`, and it took `time_s` seconds; `asynchronous`: written beside training."""
-
-    step: int
-    timestamp: float
-    held_s: float
-    time_s: float
-    asynchronous: bool
 
 
 @dataclass(frozen=True)
@@ -77,14 +49,15 @@ class RunStory:
     """What became of a run.
 
     Attributes:
-        starts, saved: in their order; none of a run that wrote no events.jsonl.
+        starts: in their order; none of a run that wrote no events.jsonl.
+        saved: steps after which a checkpoint was complete.
         seen, read: its last sign of life, and when this was read, seconds since 1970; 0: not known.
         writing: a process has the run's folder (`records.events.is_writing`).
         here: the last start was on this host.
     """
 
     starts: tuple[Start, ...] = ()
-    saved: tuple[CheckpointEvent, ...] = ()
+    saved: tuple[int, ...] = ()
     seen: float = 0.0
     read: float = 0.0
     writing: bool | None = None
@@ -225,54 +198,21 @@ def run_load(records: Iterable[Line]) -> RunLoad | None:
 
 def run_story(events: Sequence[Line], lines: Iterable[Line], folder: Path) -> RunStory:
     """From the lines of events.jsonl and metrics.jsonl, and a look whether a process writes to `folder`."""
-    stamps = [(stamp, line) for line in lines if (stamp := number(line.get("timestamp"))) is not None]
-    stamps.sort(key=lambda pair: pair[0])
-    begins = [i for i, event in enumerate(events) if event["event"] == STARTED]
     starts: list[Start] = []
-    for i, end in zip(begins, [*begins[1:], len(events)], strict=False):
-        after = events[end] if end < len(events) else None
-        limits = (events[i]["timestamp"], after["timestamp"] if after else float("inf"))
-        first, stop = (bisect_left(stamps, limit, key=lambda pair: pair[0]) for limit in limits)
-        starts.append(_start(events[i:end], after, stamps[first:stop]))
-    seen = max([start.until for start in starts] + [stamp for stamp, _ in stamps[-1:]], default=0.0)
+    for event in events:
+        if event["event"] == STARTED:
+            host, device = _word(event.get("host")), _word(event.get("device"))
+            starts.append(Start(event["step"], _count(event.get("steps")), host, device))
+        elif event["event"] == ENDED and starts:
+            starts[-1] = replace(starts[-1], how=_word(event.get("how")), reason=_word(event.get("reason")))
+    stamps = [stamp for line in (*events, *lines) if (stamp := number(line.get("timestamp"))) is not None]
+    seen = max(stamps, default=0.0)
     if not seen:
         with suppress(OSError):
             seen = (folder / METRICS_FILE).stat().st_mtime
-    saved = []
-    for event in (event for event in events if event["event"] == SAVED):
-        held, total = (number(event.get(key)) or 0.0 for key in ("held_s", "time_s"))
-        beside = event.get("asynchronous") is True
-        saved.append(CheckpointEvent(event["step"], event["timestamp"], held, total, beside))
+    saved = tuple(event["step"] for event in events if event["event"] == SAVED)
     here = bool(starts) and starts[-1].host == socket.gethostname()
-    return RunStory(tuple(starts), tuple(saved), seen, now(), is_writing(folder), here)
-
-
-def _start(events: Sequence[Line], after: Line | None, lines: Sequence[tuple[float, Line]]) -> Start:
-    """Of its events, the first of the next start, and its lines of metrics with their times."""
-    first, redone = events[0], at(after, "redone")
-    lost_at, lost = number(at(redone, "timestamp")), at(redone, "last")
-    signs = [event["timestamp"] for event in events] + [stamp for stamp, _ in lines[-1:]]
-    steps = [line["step"] for line in (*events, *(line for _, line in lines[-1:]))]
-    start = Start(
-        step=first["step"],
-        began=first["timestamp"] - (number(first.get("built_s")) or 0.0),
-        until=max(signs + ([lost_at] if lost_at is not None else [])),
-        last=max(steps + ([lost] if type(lost) is int else [])),
-        wanted=_count(first.get("steps")),
-        host=_word(first.get("host")),
-        ranks=_count(first.get("ranks")),
-        device=_word(first.get("device")),
-        changed=_word(first.get("changed")),
-        deferral=_word(first.get("deferral")),
-    )
-    timed = [(stamp, seconds) for stamp, line in lines if (seconds := number(line.get("time_s"))) is not None]
-    if timed:  # of a start whose steps were all done again none is left
-        start = replace(start, first_s=max(0.0, timed[0][0] - timed[0][1] - start.began))
-    if after is not None and type(lost) is int:
-        start = replace(start, redone=lost - after["step"], redone_s=number(at(redone, "seconds")) or 0.0)
-    if (end := events[-1])["event"] == ENDED:
-        start = replace(start, how=_word(end.get("how")), reason=_word(end.get("reason")))
-    return start
+    return RunStory(tuple(starts), saved, seen, now(), is_writing(folder), here)
 
 
 def _word(value: object) -> str:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
-
-import tomlkit
 
 from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import HetmeshError, RecipeError, UsageError
 from hetmesh.files import writing
 from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import Recipe
+from hetmesh.recipe.rewrite import recipe_toml
 from hetmesh.records.dump_folder import ANSWERS_FILE, METRICS_FILE, RECIPE_FILE, SUMMARY_FILE, TIMELINE_FILE
 from hetmesh.records.events import EVENTS_FILE
 from hetmesh.records.metrics import amount
-from hetmesh.records.run_lines import names_in, number, series
+from hetmesh.records.run_lines import at, names_in, number, series
 from hetmesh.records.run_view import RunView
-from hetmesh.report.advice import advice, waits_for_samples
 from hetmesh.report.explain import explain
 from hetmesh.report.figures import figure_svg
 from hetmesh.report.page_parts import Curves, Picture, Tile
@@ -32,6 +31,8 @@ from hetmesh.simulate import average_bubbles
 FOLDER_FILES = (METRICS_FILE, EVENTS_FILE, SUMMARY_FILE, ANSWERS_FILE, TIMELINE_FILE, RECIPE_FILE)
 CONTROL = dict.fromkeys([*range(9), *range(0xB, 0x20), *range(0x7F, 0xA0), 0xFFFE, 0xFFFF])
 """Characters that HTML and SVG have no word for, to be stripped."""
+MIN_STEPS = 20  # that say where work goes
+SHIFT = 0.1  # of a step's work that has gone from some modules to others, from which a layout is outgrown
 
 
 def save_page(run: RunView, folder: str | Path, path: str | Path) -> None:
@@ -58,10 +59,9 @@ def page_html(run: RunView, folder: str | Path) -> str:
         state=state(run, wanted or (recipe.training.steps if recipe else None)),
         facts=tuple(_facts(recipe, view)),
         tiles=tuple(_tiles(run)),
-        advice=advice(run, recipe, view),
         sections=sections(run, view, recipe),
-        notes=(*run.notes, *notes),
-        recipe=recipe_text(recipe) if recipe else "",
+        notes=(*run.notes, *notes, *outgrown(run)),
+        recipe=recipe_toml(recipe) if recipe else "",
         written=f"Written {when(run.story.read)} UTC by hetmesh report, from {files}.",
     )
 
@@ -111,6 +111,31 @@ def _facts(recipe: Recipe | None, view: RecipeView | None) -> Iterator[str]:
     yield f"{recipe.optimizer.name}, lr {recipe.optimizer.lr:.3g}"
 
 
+def outgrown(run: RunView) -> Iterator[str]:
+    """Whether modules share the work of a step in another way than when the run began in its layout."""
+    work = {name: series(run.usual, "flops", name).values for name in names_in(run.usual, "flops")}
+    if (fifth := min(map(len, work.values()), default=0) // 5) < MIN_STEPS // 5:
+        return
+    first, last = ({name: mean(v[part]) for name, v in work.items()} for part in (slice(fifth), slice(-fifth, None)))
+    before, now = ({name: v / (sum(work.values()) or 1.0) for name, v in work.items()} for work in (first, last))
+    name = max(work, key=lambda name: now[name] - before[name])
+    if now[name] - before[name] > SHIFT:
+        found = f"{name} does {now[name]:.0%} of the work of a step, and did {before[name]:.0%}: the layout is outgrown"
+        how = "hetmesh plan RECIPE (--phase N) finds one for it: resume in that, or call `Job.relayout(recipe)`"
+        yield f"{found}; {how}"
+
+
+def waits_for_samples(run: RunView) -> float | None:
+    """Share of the median logged step that the rank which waited longest for samples did."""
+    shares = [
+        {"step": record["step"], "share": wait / seconds}
+        for record in run.usual
+        if (wait := number(at(record, "data", "wait_s"))) is not None and (seconds := number(record.get("time_s")))
+    ]
+    found = series(shares, "share")
+    return found.median if found else None
+
+
 def _tiles(run: RunView) -> Iterator[Tile]:
     if loss := series(run.records, "loss"):
         first = f"{loss.values[0]:.4g} at step {loss.steps[0]:,}"
@@ -150,19 +175,3 @@ def _held_out(run: RunView) -> Iterator[Tile]:
     if accuracy is not None:
         of = f"{questions:,.0f} held-out questions" if questions else "held-out questions"
         yield Tile("right answers", f"{accuracy:.1%}", f"of {of}{after}")
-
-
-def recipe_text(recipe: Recipe) -> str:
-    """A recipe's keys with other values than their defaults, as TOML that describes the same run."""
-    tables: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    parallelism = tables.get("parallelism", {})
-    if "modules" in parallelism:  # as a recipe is written
-        tables["parallelism"] = parallelism | parallelism["modules"]
-        del tables["parallelism"]["modules"]
-    return tomlkit.dumps(_without_none(tables))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -24,14 +24,6 @@ class Tile(NamedTuple):
     note: str = ""
 
 
-class Advice(NamedTuple):
-    """A finding, what would change it, and about which share of a step that is worth: the order of advice."""
-
-    found: str
-    change: str
-    share: float = 0.0
-
-
 class State(NamedTuple):
     """How far a run came, and whether that is `"good"`, `"bad"` or, empty, neither."""
 

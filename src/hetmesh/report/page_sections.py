@@ -15,7 +15,7 @@ from hetmesh.records.run_lines import Series, at, names_in, number, series
 from hetmesh.records.run_view import DRAWN, LOAD_KEYS, RunView
 from hetmesh.report.gantt import gantt_figure
 from hetmesh.report.page_parts import Curves, Marks, PageSection, PageTable, PageText, Part, Picture, pairs_figure
-from hetmesh.report.page_story import story_section, time_text
+from hetmesh.report.page_story import time_text
 from hetmesh.report.picture import recipe_figure
 from hetmesh.report.text import contents, module_rows, traffic_text, verdict
 from hetmesh.report.timeline_text import action_rows, action_times, bubble_rows, headline
@@ -82,7 +82,7 @@ def sections(run: RunView, view: RecipeView | None, recipe: Recipe | None = None
     """All parts, in the order in which a reader wants them."""
     loss = _loss(run, recipe.training.max_norm if recipe else None)
     parts = (loss, _answers(run), _speed(run), _time(run), _step(run), _load(run), _experts(run))
-    more = (_layout(view), _boundaries(run, view), _memory(run, view), _data(run), story_section(run))
+    more = (_layout(view), _boundaries(run, view), _memory(run, view), _data(run))
     return (*(part for part in parts if part), *more)
 
 
@@ -101,7 +101,7 @@ def _loss(run: RunView, max_norm: float | None) -> PageSection:
     """Curves and evaluations; gradients were clipped at `max_norm`: None: not known, 0: they were not."""
     loss, norm = series(run.records, "loss", name="training"), series(run.records, "grad_norm")
     held_out = series(run.evaluations, "validation", "loss", name="held-out samples")
-    saved = _marks(run)._replace(saved=tuple(dict.fromkeys(checkpoint.step for checkpoint in run.story.saved)))
+    saved = _marks(run)._replace(saved=tuple(dict.fromkeys(run.story.saved)))
     several = names_in(run.records, "losses")
     parts: list[Part] = []
     if shown := tuple(line for line in (loss, held_out) if line):
@@ -285,7 +285,7 @@ def _experts(run: RunView) -> PageSection | None:
 def _layout(view: RecipeView | None) -> PageSection:
     if view is None:
         return PageSection("Layout", missing=(NO_RECIPE,))
-    caption = "modules on ranks, and what each rank holds for the whole run"
+    caption = "modules on ranks"
     picture = Picture(caption, f"{caption}; {BESIDE}", partial(recipe_figure, view), "ranks")
     lead = f"{counted(view.ranks, 'rank')}; {view.optimizer}'s state is counted in {view.dtype}."
     if view.idle_ranks:

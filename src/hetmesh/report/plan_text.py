@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.planner import Found, LayoutPlan, MacroBatch, Prediction, Problem, plan_fit
 from hetmesh.planner.macro_batch import SHARE
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.section import schedule_spelling
-from hetmesh.recipe.wiring import DEGREE_OF_AXIS, EXPERT_DEGREE
 from hetmesh.records.metrics import amount
 from hetmesh.report.text import contents, verdict
-from hetmesh.report.values import fit_json
 from hetmesh.resolve.modules import notes_on_experts
 from hetmesh.resolve.plan_phases import MIN_GAIN, PhasePlan
 from hetmesh.simulate import CLASSES
@@ -212,60 +209,3 @@ def _why(layout: Prediction, fastest: Prediction) -> str:
 def _refused(found: Found) -> Iterator[str]:
     for reason, count in sorted(found.refused.items(), key=lambda refusal: -refusal[1])[:3]:
         yield f"not possible ({count} layouts): {reason}"
-
-
-def plan_json(planned: PlanReport) -> dict[str, Any]:
-    """The same as plain values; steps count from 1."""
-    problem, found, seconds, macro, batches, steps, phases = planned
-    asked = {"machine": problem.machine.name, "ranks": problem.ranks, "global_batch_size": problem.global_batch_size}
-    counts = {key: getattr(found, key) for key in ("considered", "simulated", "too_large", "least_bytes")}
-    return {
-        **asked,
-        "limit_bytes": problem.limit,
-        **counts,
-        "refused": dict(found.refused),
-        "seconds": seconds,
-        "batches": batches,
-        "window": len(problem.typical),
-        "steps": None if steps is None else [steps.start + 1, steps.stop],
-        "macro_batch": None if macro is None else asdict(macro),
-        "phases": [_phase_json(problem, phase) for phase in phases],
-        "notes": _notes(problem),
-        "plans": [_as_json(problem, layout) for best in found.best.values() for layout in best],
-    }
-
-
-def _phase_json(problem: Problem, phase: PhasePlan) -> dict[str, Any]:
-    return {
-        "steps": [phase.steps.start + 1, phase.steps.stop],
-        "macro_batch": None if phase.macro is None else asdict(phase.macro),
-        "plan": None if phase.best is None else _as_json(problem, phase.best),
-        "kept_step_s": None if phase.kept is None else phase.kept.step_s,
-        "saved": phase.saved,
-        "pays": phase.pays,
-    }
-
-
-def _as_json(problem: Problem, layout: Prediction) -> dict[str, Any]:
-    modules = {
-        name: {
-            "ranks": [module.ranks[0], module.ranks[1] - 1],
-            "activation_checkpoint": module.activation_checkpoint,
-            **{key: module.degree(axis) for axis, key in DEGREE_OF_AXIS.items()},
-            EXPERT_DEGREE: module.expert_parallel,
-            "enable_sequence_parallel": module.sequence_parallel,
-            "stages_per_rank": module.stages_per_rank,
-        }
-        for name, module in layout.plan.modules.items()
-    }
-    return {
-        **{key: getattr(layout.plan, key) for key in ("placement", "schedule", "microbatch_size")},
-        "three_phase_window": layout.plan.options.window,
-        "bubble_fill_schedule": layout.plan.options.inner if layout.plan.schedule == "bubble_fill" else None,
-        "interleaved_early_warmup": layout.plan.options.early,
-        **{key: getattr(layout, key) for key in ("step_s", "mfu", "peak_bytes")},
-        "tokens_per_s_per_rank": layout.tokens_per_s,
-        "memory": fit_json(plan_fit(problem, layout.plan)),
-        "bubbles": dict(layout.bubbles),
-        "modules": modules,
-    }

@@ -4,7 +4,7 @@ seconds per module and kind of action, and a trace for chrome://tracing or ui.pe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -112,19 +112,6 @@ def bubble_rows(timeline: Timeline) -> list[tuple[str, ...]]:
     return rows
 
 
-def summary_json(timeline: Timeline) -> dict[str, Any]:
-    """What the table says, in seconds and bytes, for `--json`."""
-    average = average_bubbles(timeline)
-    seconds = lambda idle: {name: getattr(idle, name) for name in ("compute", *CLASSES)}  # noqa: E731
-    tracks = zip(timeline.tracks, timeline.holds, timeline.peak_bytes, bubbles(timeline), strict=True)
-    rows = [
-        {"ranks": list(ranks), "stages": list(stages), "peak_bytes": peak, **seconds(idle)}
-        for ranks, stages, peak, idle in tracks
-    ]
-    figures = {"makespan": timeline.makespan, "idle_fraction": average.fraction, "hidden": list(timeline.hidden)}
-    return {**figures, "hidden_share": timeline.hidden_share, "average": seconds(average), "rows": rows}
-
-
 KIND_WORDS: Mapping[str, str] = {
     "GATHER": "gather parameters",
     "F": "forward",
@@ -221,11 +208,6 @@ def action_rows(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, ...]]:
         error = "-" if time.error is None else f"{100 * time.error:+.0f}%"
         count = time.measured_count if time.measured is not None else time.predicted_count
         yield (time.label, *milliseconds, error, f"{count:g}" if time.kind else "")
-
-
-def action_json(timelines: Mapping[str, Timeline]) -> list[dict[str, Any]]:
-    """The same as plain values."""
-    return [asdict(time) | {"error": time.error} for time in action_times(timelines)]
 
 
 THREADS = ("compute", "transfers", "reductions", IN_COLLECTIVES)

@@ -12,7 +12,7 @@ from hetmesh.errors import UsageError
 from hetmesh.files import writing
 from hetmesh.formatting import counted, table
 from hetmesh.report.page import render
-from hetmesh.report.page_parts import Advice, PageSection, PageTable, Picture, State, Tile, pairs_figure
+from hetmesh.report.page_parts import PageSection, PageTable, Picture, State, Tile, pairs_figure
 from hetmesh.training.tune.constants import BUSY, LEAST
 from hetmesh.training.tune.tuner import Asked, Tuner
 
@@ -109,14 +109,14 @@ def _page(asked: Asked, tuner: Tuner, recipe: str) -> str:
     )
     layouts = PageTable("predicted: by the fitted machine", list(_rows(tuner)), numbers=False)
     constants = PageTable(f"constants, as {MACHINE} has them for --machine", list(_constants(tuner)))
+    lead = f"Fastest: {found}. Train with it: hetmesh train {asked.folder}/{RECIPE}"
     return render(
         title=asked.recipe.job.description or Path(asked.path).stem,
         run=str(asked.folder),
         state=State(done),
         facts=(counted(asked.ranks, "rank"), f"{asked.recipe.batch.global_batch_size} samples per step"),
         tiles=(Tile("fastest", f"{1e3 * ran[0][0]:.1f} ms", "a step, median"),),
-        advice=(Advice(found, f"Train with it: hetmesh train {asked.folder}/{RECIPE}"),),
-        sections=(PageSection("Layouts", "", (picture, layouts)), PageSection("Machine", "", (constants,))),
+        sections=(PageSection("Layouts", lead, (picture, layouts)), PageSection("Machine", "", (constants,))),
         notes=(),
         recipe=recipe,
         written=f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC by hetmesh tune.",

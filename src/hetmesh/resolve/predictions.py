@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hetmesh.balance import BatchPlan, largest_batches
 from hetmesh.boundary.process_groups import job_communicators
 from hetmesh.data.payloads import Unreadable
 from hetmesh.data.source import Sample
-from hetmesh.errors import RecipeError
 from hetmesh.graph.sample import kinds_of
 from hetmesh.resolve.resolved import ResolvedRecipe
-from hetmesh.resolve.schedules import StepSchedules, schedule_options
+from hetmesh.resolve.schedules import StepSchedules
 from hetmesh.schedule import ahead
 from hetmesh.simulate import MemoryFit, RankMemory, StepModel, Timeline, largest_memory, rank_memory, simulate
-from hetmesh.simulate.fill_bubbles import fill_bubbles
 
 MAX_SAMPLES = 4096
 """Samples, evenly from all of the run, among which the largest are looked for; at least one global batch."""
@@ -29,7 +26,6 @@ def simulate_recipe(
     *,
     machine: str | None = None,
     profile: str | None = None,
-    beside: Sequence[str] = (),
     model: StepModel | None = None,
 ) -> Timeline:
     """Simulate the first step of a recipe: one process, no process group, no weights.
@@ -37,27 +33,18 @@ def simulate_recipe(
     Args:
         machine: a name or TOML file; None: `[metrics] machine`, else this CPU.
         profile: a file of `hetmesh profile`; None: `[profiling] profile`, and without one the analytic costs.
-        beside: modules whose kernels run in others' collectives (`simulate.beside`), though the recipe does not have
-            them do so. Where it has (`bubble_fill_in_collectives`) these are all before the LLM.
         model: in place of that of `machine` and `profile`.
 
     Raises:
-        RecipeError: sizes of a module or a machine are not known, or a module cannot run beside others.
+        RecipeError: sizes of a module or a machine are not known.
     """
     recipe = resolved.recipe
-    encoders = [name for name in recipe.modules if name != recipe.llm and name not in resolved.graph.topology.after_llm]
-    if wrong := [name for name in beside if name not in encoders]:
-        valid = ", ".join(encoders)
-        raise RecipeError(f"beside = {wrong[0]!r}: only modules before {recipe.llm!r} can run beside it: {valid}")
     plan, model = resolved.plan(resolved.loader().batch(0).metas), model or resolved.step_model(machine, profile)
-    if beside and recipe.fills_bubbles and not recipe.schedule_key("bubble_fill_in_collectives"):
-        schedule = fill_bubbles(model, plan, True, schedule_options(recipe), beside=beside)
-    elif machine or profile:
+    if machine or profile:
         schedule = StepSchedules(recipe, resolved.graph, model, resolved.typical).of(plan)
     else:
         schedule = resolved.schedules.of(plan)
-    if schedule.in_collectives:
-        beside = sorted({stage.module for stage in schedule.beside})
+    beside = sorted({stage.module for stage in schedule.beside}) if schedule.in_collectives else ()
     return simulate(schedule, model.costs(plan, schedule, parts=bool(beside)), beside=beside)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hetmesh.data.source import abilities_of
-from hetmesh.formatting import counted, ranks_text, table, toml
+from hetmesh.formatting import counted, ranks_text, table
 from hetmesh.graph import NEXT_TOKEN
 from hetmesh.models import Adapter
 from hetmesh.models.weights.build import build_on_meta, reason_built_whole
@@ -85,37 +85,6 @@ def summary(resolved: ResolvedRecipe) -> Iterator[str]:
     if different := differing_defaults(recipe):
         yield "note: not given, and not torchtitan's default:"
         yield from (f"  {line}" for line in different)
-
-
-def expansion(resolved: ResolvedRecipe) -> Iterator[str]:
-    """Lines of TOML that could be written in place of `[model] hf_path`."""
-    recipe = resolved.recipe
-    for name, module in recipe.modules.items():
-        yield f"[modules.{name}]"
-        yield f"model = {toml(module.model)}"
-        if module.initial_load_path is not None:
-            yield f"initial_load_path = {toml(module.initial_load_path)}"
-        if module.config:
-            yield f"config = {toml(module.config)}"
-        if module.media is not None:
-            yield f"media = {toml(module.media)}"
-        if name == recipe.llm:
-            yield f"attention_mask = {toml(module.attention_mask)}"
-        if (loss := recipe.wiring.losses.get(name)) is not None:
-            yield f"loss = {toml({'kind': loss.kind, 'weight': loss.weight, 'unit': loss.unit})}"
-    for boundary in recipe.boundaries:
-        yield "[[boundaries]]"
-        yield f"from = {toml(boundary.source)}"
-        yield f"to = {toml(boundary.destination)}"
-        if boundary.at is not None:
-            yield f"at = {toml(boundary.at)}"
-        if boundary.layer is not None:
-            yield f"layer = {toml(boundary.layer)}"
-    yield "[data]"
-    yield f"source = {toml(recipe.data.source)}"
-    if recipe.data.options:
-        yield "[data.options]"
-        yield from (f"{key} = {toml(value)}" for key, value in recipe.data.options.items())
 
 
 def parameters(resolved: ResolvedRecipe) -> Iterator[str]:

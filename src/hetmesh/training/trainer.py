@@ -136,7 +136,7 @@ class Trainer:
         self.upcoming = self.job.upcoming
         held_out = held_out_source(recipe, None if payloads is None else payloads.sources)
         self.meter, self.recorder = Meter(self.job), StepRecorder(self.job, self.folder)
-        redone = self.claimed.begin(recipe)
+        self.claimed.begin(recipe)
         self.reporter = Reporter(
             self.folder,
             recipe.training.steps,
@@ -154,7 +154,6 @@ class Trainer:
             built_s=round(time.perf_counter() - self.began, 3),
             changed=progress.changed or None,
             deferral=str(deferral),
-            redone=redone,
         )
         self.notices = StepNotices(recipe, self.reporter)
         self.validation = RunValidation(self.job, held_out, self.reporter)
