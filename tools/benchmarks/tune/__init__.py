@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all layouts, search, and judge the choices."""
     rows = []
+    if args.turns:
+        args.turns.mkdir(parents=True, exist_ok=True)
     with pools() as by_ranks:
         for number in args.only:
             name, case = list(PROBLEMS.items())[number]
