@@ -191,6 +191,29 @@ def test_a_turn_that_other_work_disturbs_does_not_decide(number):
     assert tuner.best == fastest
 
 
+def test_steps_are_compared_at_one_pace():
+    """A layout that ran while the machine was half as fast is none the slower for it, nor are its parts."""
+    slow = Finding("a", (2.0, 2.2), {"optimizer": 0.4}, pace=0.2)
+    usual = [Finding(name, (1.5,), {"optimizer": 0.3}, pace=0.1) for name in ("b", "c")]
+    found = Findings(each=[slow, *usual])
+    assert found.seconds == {"a": pytest.approx(1.05), "b": 1.5, "c": 1.5}
+    assert found.parts("a") == {"optimizer": pytest.approx(0.2)}
+    assert Findings(each=[replace(slow, pace=0.0)]).seconds == {"a": pytest.approx(2.1)}  # no pace is known
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_first_turns_show_all_that_layouts_differ_in(sign):
+    """Constants of what has never run could not be fitted."""
+    tuner = Tuner(MadeLayouts(), wrong(sign), Findings())
+    for _ in range(FIRST):
+        tuner.add(ran(tuner.layouts, tuner.next()))
+    plans = [tuner.layouts.plans[name] for name in tuner.findings.seconds]
+    for module_name in ("vision", "llm"):
+        assert {plan.modules[module_name].degrees for plan in plans} == set(DEGREES)
+    assert {plan.microbatch_size for plan in plans} == {1, 2, 4}
+    assert {plan.modules["llm"].activation_checkpoint for plan in plans} == {"none", "full"}
+
+
 def test_what_scatters_more_than_layouts_differ_is_left():
     """No layout is asked that could win by less than scatter."""
     plans = PLANS[:8]
@@ -239,6 +262,7 @@ def test_one_job_takes_all_turns(pool4):
         (tensor, job, taken), (alone, same, again) = found
         assert (same, again) == (job, taken)
         assert all(len(own.steps) == 2 and own.parts["llm forward"] > 0 for own, *_ in found)
+        assert all(0 < own.pace < min(own.steps) for own, *_ in found)
         assert tensor.parts["collectives"] > 0 == alone.parts["collectives"]
 
 

@@ -35,7 +35,7 @@ def _rows(tuner: Tuner) -> Iterator[tuple[str, ...]]:
     ran = sorted(findings.seconds, key=lambda name: findings.seconds[name])
     never = ranking.seconds.keys() - findings.seconds.keys() - findings.failed.keys()
     for name in (*ran, *sorted(never, key=lambda name: ranking.seconds[name])[:SHOWN]):
-        each = (findings.seconds.get(name), ranking.simulated.get(name), tuner.before.get(name))
+        each = (findings.seconds.get(name), ranking.seconds.get(name), tuner.before.get(name))
         yield *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in each), name
     yield from (("failed", "-", "-", f"{name}: {own.failed}") for name, own in findings.failed.items())
 
@@ -100,7 +100,7 @@ def _page(asked: Asked, tuner: Tuner, recipe: str) -> str:
     """One HTML file. Raises UsageError: jinja2 or matplotlib is not installed."""
     found, done = _summary(tuner)
     ran = sorted((seconds, name) for name, seconds in tuner.findings.seconds.items())
-    bars = [(str(i), 1e3 * tuner.ranking.simulated[name], 1e3 * own) for i, (own, name) in enumerate(ran, 1)]
+    bars = [(str(i), 1e3 * tuner.ranking.seconds[name], 1e3 * own) for i, (own, name) in enumerate(ran, 1)]
     picture = Picture(
         "layouts that ran, the fastest first",
         "predicted and measured steps",

@@ -1,10 +1,13 @@
 """`hetmesh tune` from constants that are wrong by a factor of three: its choice, its time and its predictions.
 
 Five small problems (`problems.py`) on two cores. All layouts of each that the planner has are measured once, in a turn
-of tune's own: build, one step, `STEPS` timed ones, one recorded. Then tune searches twice, from a machine file whose
-constants are three times too large or too small in turns, and from one where they are so the other way round. It is
-given the turns that were measured, and further turns run when it asks for them; it is charged with the seconds of each,
-and with those of its own simulations and fits.
+of tune's own: build, one step, `STEPS` timed ones. Then tune searches twice, from a machine file whose constants are
+three times too large or too small in turns, and from one where they are so the other way round. It is given the turns
+that were measured, or the first steps of them, and further turns run when it asks for them; it is charged with the
+seconds of each, and with those of its own simulations and fits.
+
+Steps are compared at equal pace of the machine, as tune does (`Finding.pace`): `pace` has the range of it over the
+turns of a table, as shares of the median.
 
 `within_3_percent` counts problems where both choices are within 3% of the best: each choice and the fastest layouts of
 the table run again in three rounds, and the medians of three are compared; or within the scatter of these three, where
@@ -51,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure all layouts, search, and judge the choices."""
     rows = []
+    if args.turns:
+        args.turns.mkdir(parents=True, exist_ok=True)
     with pools() as by_ranks:
         for number in args.only:
             name, case = list(PROBLEMS.items())[number]
@@ -73,9 +78,9 @@ def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) 
     runs = Runs(pool, asked, problem, Layouts.of(problem, batches), path)
     for layout in runs.layouts.plans:
         runs.turn(layout, 0, STEPS)
-    table = {layout: turns[0] for layout, turns in runs.known.items()}
-    medians = {layout: statistics.median(own.steps) for layout, own in table.items() if own.steps}
-    whole = sum(own.spent_s for own in table.values())
+    table = Findings(each=[turns[0] for turns in runs.known.values()])
+    medians, whole = table.seconds, table.spent_s
+    paces = [own.pace / table.usual_pace for own in table.each if own.pace]
     names = fitted_names(problem.machine, case.ranks)
     searches = []
     for direction in (1, -1):
@@ -87,9 +92,7 @@ def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) 
             searches.append(searched(case, str(file), runs) | {"wrong": signs})
     chosen = [row["choice"] for row in searches]
     again = [*dict.fromkeys([*chosen, *sorted(medians, key=lambda own: medians[own])[:_FASTEST]])]
-    rounds = [
-        {layout: statistics.median(runs.measured(layout, STEPS).steps) for layout in again} for _ in range(_ROUNDS)
-    ]
+    rounds = [Findings(each=[runs.measured(layout, STEPS) for layout in again]).seconds for _ in range(_ROUNDS)]
     three = {layout: sorted(each[layout] for each in rounds) for layout in again}
     best = min(three, key=lambda layout: three[layout][1])
     for row in searches:
@@ -99,17 +102,19 @@ def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) 
         row["within"] = row["over_best"] <= max(_CLOSE, row["scatter"])
         row["share_of_time"] = row["seconds"] / whole
         for key in ("before", "after", "of_machine"):
-            predicted = row.pop(key)
+            scale = table.usual_pace / row["pace"] if key != "before" else 1.0
+            predicted = {name: scale * seconds for name, seconds in row.pop(key).items()}
             never = [own for own in medians if own in predicted and own not in row["ran"]]
             row[f"error_{key}"] = statistics.mean(abs(predicted[own] / medians[own] - 1) for own in never)
     return {
-        "layouts": len(table),
+        "layouts": len(table.each),
         "ran": len(medians),
         "within": all(row["within"] for row in searches),
         "share_of_time": max(row["share_of_time"] for row in searches),
         **{f"error_{key}": statistics.mean(row[f"error_{key}"] for row in searches) for key in ("before", "after")},
         "error_of_machine": statistics.mean(row["error_of_machine"] for row in searches),
         "seconds_of_all": whole,
+        "pace": [min(paces), max(paces)],
         "slowest_over_best": max(medians.values()) / min(medians.values()),
         "best": best,
         "searches": searches,
@@ -140,6 +145,7 @@ def searched(case: Case, machine: str, runs: Runs) -> dict[str, Any]:
         "ran": sorted(tuner.findings.seconds),
         "factors": tuner.findings.factors,
         "scatter_of_steps": tuner.findings.scatter,
+        "pace": tuner.findings.usual_pace,
         "before": tuner.before,
         "after": dict(tuner.ranking.seconds),
         "of_machine": {name: guess.seconds for name, guess in fitted.items()},
@@ -152,7 +158,7 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         lines.append(
             f"{row['problem']}: {row['layouts']} layouts in {row['seconds_of_all']:.0f} s, the slowest "
-            f"{row['slowest_over_best']:.2f} of the best"
+            f"{row['slowest_over_best']:.2f} of the best; pace {row['pace'][0]:.2f} to {row['pace'][1]:.2f}"
         )
         lines += [
             f"    chosen {own['over_best']:+.1%} (scatter {own['scatter']:.1%}) in {own['share_of_time']:.0%} of the "

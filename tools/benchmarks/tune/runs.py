@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -44,14 +44,15 @@ class Runs:
                 self.known.setdefault(finding.layout, []).append(finding)
 
     def turn(self, layout: str, number: int, steps: int) -> Finding:
-        """The turn of that number, from 0, of so many steps."""
+        """The turn of that number, from 0, of so many steps: of one that had more, the first of them."""
         turns = self.known.setdefault(layout, [])
-        while len(turns) <= number:
-            turns.append(self.measured(layout, steps))
+        if len(turns) <= number or (len(turns[number].steps) < steps and not turns[number].failed):
+            turns[number:] = [self.measured(layout, steps)]
             if self.path is not None:
                 kept = [asdict(own) for each in self.known.values() for own in each]
                 self.path.write_text(json.dumps(kept), "utf-8")
-        return turns[number]
+        whole = turns[number]
+        return replace(whole, steps=whole.steps[:steps], spent_s=whole.spent_s - sum(whole.steps[steps:]))
 
     def measured(self, layout: str, steps: int) -> Finding:
         """A turn that nobody has had."""

@@ -1,8 +1,9 @@
 """A machine's constants, fitted to measured steps and to what ranks did in them.
 
 Steps are piecewise linear in the seconds that constants stand for, so a few Gauss-Newton rounds in logarithms find the
-fit. What few layouts cannot tell apart stays where it was: a change by a factor of three costs as much as a residual of
-one standard deviation.
+fit. A derivative takes a simulation of all layouts that ran, so moves between rounds correct those that are known by
+what they meet (Broyden 1965, Mathematics of Computation 19, 577). What few layouts cannot tell apart stays where it
+was: a change by a factor of three costs as much as a residual of one standard deviation.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _LEAST_PART = 0.03  # of a step: smaller parts say nothing
 _CLEAR = 2.0  # standard deviations, beyond which a residual counts by its size and not by its square
 _LONGEST = 1.5  # of a step in logarithms
 _NUDGE = 0.05  # by which derivatives are taken
+_ROUNDS, _MOVES = 3, 5
+_LEAST_GAIN = 1.0  # of a round, for which another follows: a residual of one standard deviation
 
 
 def fitted_names(machine: Machine, ranks: int) -> list[str]:
@@ -72,7 +75,7 @@ def with_factors(machine: Machine, factors: Mapping[str, float]) -> Machine:
     return replace(machine, **changed)
 
 
-def fit_constants(layouts: Layouts, machine: Machine, findings: Findings, rounds: int) -> dict[str, float]:
+def fit_constants(layouts: Layouts, machine: Machine, findings: Findings) -> dict[str, float]:
     """Logarithms of the factors by which `machine` meets what was measured, from those of `findings` on. Pure."""
     names = fitted_names(machine, layouts.problem.ranks)
     measured = {name: findings.parts(name) for name in findings.seconds if name in layouts.plans}
@@ -88,19 +91,20 @@ def fit_constants(layouts: Layouts, machine: Machine, findings: Findings, rounds
         return float(huber.sum() + (x**2).sum() / _PRIOR**2)
 
     r = residuals(x)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         slopes = np.stack([(residuals(x + _NUDGE * own) - r) / _NUDGE for own in np.eye(len(x))], axis=1)
-        weights = np.minimum(1.0, _CLEAR / np.maximum(np.abs(r), 1e-9))[:, None]
-        normal = slopes.T @ (weights * slopes) + np.eye(len(x)) / _PRIOR**2
-        move = -np.linalg.solve(normal, slopes.T @ (weights[:, 0] * r) + x / _PRIOR**2)
-        move = np.clip(move, -_LONGEST, _LONGEST)
-        before = cost(x, r)
-        for _ in range(4):
+        begun = cost(x, r)
+        for _ in range(_MOVES):
+            weights = np.minimum(1.0, _CLEAR / np.maximum(np.abs(r), 1e-9))[:, None]
+            normal = slopes.T @ (weights * slopes) + np.eye(len(x)) / _PRIOR**2
+            move = -np.linalg.solve(normal, slopes.T @ (weights[:, 0] * r) + x / _PRIOR**2)
+            move = np.clip(move, -_LONGEST, _LONGEST)
             after = residuals(x + move)
-            if cost(x + move, after) < before:
+            slopes += np.outer(after - r - slopes @ move, move) / (move @ move)
+            if cost(x + move, after) < cost(x, r):
                 x, r = x + move, after
-                break
-            move = move / 2
+        if cost(x, r) > begun - _LEAST_GAIN:
+            break
     return {name: float(value) for name, value in zip(names, x, strict=True)}
 
 

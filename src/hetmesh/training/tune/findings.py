@@ -22,9 +22,10 @@ class Finding:
     Attributes:
         layout: `str` of its `LayoutPlan`.
         steps: seconds of its timed steps, on the rank that took longest.
-        parts: of one more step seconds on the mean rank, by kind of action (`guesses.step_parts`).
+        parts: of the last of them seconds on the mean rank, by kind of action (`guesses.step_parts`).
         peak_bytes: of tensors on the rank that held most; 0: the device does not count them.
         spent_s: seconds that the turn took, with building the modules.
+        pace: seconds that the same small piece of work took between its steps, on the mean rank; 0: not measured.
         failed: why it did not run; empty: it did.
         out_of_memory: whether that was for want of memory.
     """
@@ -34,6 +35,7 @@ class Finding:
     parts: Mapping[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
     spent_s: float = 0.0
+    pace: float = 0.0
     failed: str = ""
     out_of_memory: bool = False
 
@@ -105,9 +107,27 @@ class Findings:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The median step of each layout that ran; of several turns the least, as other work may disturb one."""
-        ran = self._ran().items()
-        return {layout: min(statistics.median(turn.steps) for turn in turns) for layout, turns in ran}
+        """The median step of each layout that ran, of all its turns at the usual pace."""
+        return {layout: statistics.median(steps) for layout, steps in self.steps.items()}
+
+    @property
+    def steps(self) -> dict[str, list[float]]:
+        """Seconds of all timed steps of each layout that ran, at the usual pace."""
+        found: dict[str, list[float]] = {}
+        for turn in self.each:
+            if turn.steps and turn.layout not in self.failed:
+                found.setdefault(turn.layout, []).extend(self._scale(turn) * seconds for seconds in turn.steps)
+        return found
+
+    @property
+    def usual_pace(self) -> float:
+        """That of the median turn; 0: none was measured."""
+        paces = [own.pace for own in self.each if own.pace]
+        return statistics.median(paces) if paces else 0.0
+
+    def _scale(self, turn: Finding) -> float:
+        """Of the seconds of a turn, to what they would have been at the usual pace."""
+        return self.usual_pace / turn.pace if turn.pace else 1.0
 
     @property
     def failed(self) -> dict[str, Finding]:
@@ -117,7 +137,7 @@ class Findings:
     @property
     def turns(self) -> dict[str, int]:
         """How often each layout ran."""
-        return {layout: len(turns) for layout, turns in self._ran().items()}
+        return {layout: sum(own.layout == layout for own in self.each) for layout in self.steps}
 
     @property
     def spent_s(self) -> float:
@@ -134,12 +154,7 @@ class Findings:
 
     def parts(self, layout: str) -> dict[str, float]:
         """The mean of the parts of its turns."""
-        each = [own.parts for own in self.each if own.layout == layout and own.parts]
-        return {name: statistics.mean(parts.get(name, 0.0) for parts in each) for name in each[0]} if each else {}
-
-    def _ran(self) -> dict[str, list[Finding]]:
-        found: dict[str, list[Finding]] = {}
-        for finding in self.each:
-            if finding.layout not in self.failed:
-                found.setdefault(finding.layout, []).append(finding)
-        return found
+        turns = [own for own in self.each if own.layout == layout and own.parts]
+        each = [(own.parts, self._scale(own)) for own in turns]
+        names = turns[0].parts if turns else ()
+        return {name: statistics.mean(scale * parts.get(name, 0.0) for parts, scale in each) for name in names}

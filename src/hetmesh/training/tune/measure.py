@@ -1,4 +1,4 @@
-"""Real steps of one layout on this job's ranks, and what every rank did in one more."""
+"""Real steps of one layout on this job's ranks, and what every rank did in the last of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from hetmesh.boundary import World
+from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.boundary.world import gather_objects
 from hetmesh.data.loader import TRAIN
 from hetmesh.data.payloads import Payloads
@@ -26,6 +28,7 @@ from hetmesh.training.tune.guesses import COLLECTIVES, OPTIMIZER, part_name
 
 WARM_UP = 1
 """Steps that are not timed: first contacts, and the optimizer's state."""
+_ROWS, _WIDTH, _INNER, _REPEATS = 128, 320, 880, 16  # of the reference work: 30 ms of a CPU's core
 
 
 class Ranks:
@@ -42,6 +45,7 @@ class Ranks:
     def __init__(self, world: World, payloads: Payloads) -> None:
         self.world, self.payloads = world, payloads
         self.job: Job | None = None
+        self._reference = _Reference(world.accelerator)
 
     def measure(self, recipe: Recipe, layout: str, steps: int) -> Finding:
         """Take the first steps of `recipe` in its layout; equal on all ranks, on each of which it is called. `layout`:
@@ -54,20 +58,31 @@ class Ranks:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(world.device)
         try:
-            taken = [_step(job, recorded=i == WARM_UP + steps) for i in range(WARM_UP + steps + 1)]
+            taken, paces = [], []
+            for i in range(WARM_UP + steps):
+                paces.append(self._pace())
+                taken.append(_step(job, recorded=i == WARM_UP + steps - 1))
+            paces.append(self._pace())
         finally:
             job.upcoming.close()
-        timed, parts = [seconds for seconds, _ in taken[WARM_UP:-1]], taken[-1][1]
-        mine = timed, parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0
+        timed, parts = [seconds for seconds, _ in taken[WARM_UP:]], taken[-1][1]
+        mine = timed, parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0, statistics.median(paces)
         everyone = gather_objects(mine, world, "what other ranks measured")
-        names = sorted({name for _, parts, _ in everyone for name in parts})
+        names = sorted({name for _, parts, _, _ in everyone for name in parts})
         return Finding(
             layout,
-            tuple(max(step) for step in zip(*(own for own, _, _ in everyone), strict=True)),
-            {name: statistics.mean(parts.get(name, 0.0) for _, parts, _ in everyone) for name in names},
-            max(peak for _, _, peak in everyone),
+            tuple(max(step) for step in zip(*(own for own, _, _, _ in everyone), strict=True)),
+            {name: statistics.mean(parts.get(name, 0.0) for _, parts, _, _ in everyone) for name in names},
+            max(peak for _, _, peak, _ in everyone),
             max(gather_objects(time.perf_counter() - started, world, "the end of a turn")),
+            statistics.mean(pace for _, _, _, pace in everyone),
         )
+
+    def _pace(self) -> float:
+        """Seconds of the reference work on this rank, while all ranks do it. Collective."""
+        with self.world.waiting("the reference work of other ranks"):
+            dist.barrier(group=self.world.group(range(self.world.size)))
+        return self._reference.seconds()
 
     def _in_layout(self, recipe: Recipe) -> Job:
         """The job in the layout of `recipe`, before the first step of the data."""
@@ -81,6 +96,26 @@ class Ranks:
         resolved = resolve(recipe, self.payloads.sources[TRAIN])
         self.job = Job.assemble(resolved, self.world, self.payloads)
         return self.job
+
+
+class _Reference:
+    """Work that is always the same, a linear layer forward and backward: how fast a rank is at the moment. Other work
+    on its machine, and clocks that change, slow a step down as much (on two cores of a virtual machine, while steps
+    became 2 to 3 times as slow); of an accelerator it shows the host alone, as it is small."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.rows = torch.ones(_ROWS, _WIDTH, device=accelerator.device)
+        self.weight = torch.ones(_INNER, _WIDTH, device=accelerator.device, requires_grad=True)
+
+    def seconds(self) -> float:
+        """Of doing it once."""
+        self.accelerator.synchronize()
+        started = time.perf_counter()
+        for _ in range(_REPEATS):
+            torch.autograd.grad(F.silu(F.linear(self.rows, self.weight)).sum(), self.weight)
+        self.accelerator.synchronize()
+        return (time.perf_counter() - started) / _REPEATS
 
 
 def _step(job: Job, *, recorded: bool) -> tuple[float, dict[str, float]]:

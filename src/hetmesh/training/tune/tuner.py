@@ -26,10 +26,10 @@ from hetmesh.training.tune.constants import corrected_memory, fit_constants, wit
 from hetmesh.training.tune.findings import Finding, Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 from hetmesh.training.tune.measure import WARM_UP, Ranks, out_of_memory
-from hetmesh.training.tune.turns import FIRST, MOST_TURNS, STEPS, Ranking, Turn, next_turn, rank
+from hetmesh.training.tune.turns import FIRST, STEPS, Ranking, Turn, next_turn, rank
 
 STATE_FILE = "tune.json"
-_MOST_STEPS = WARM_UP + STEPS * 2 ** (MOST_TURNS - 1) + 2
+_MOST_STEPS = WARM_UP + 2 * STEPS + 1
 
 
 class Tuner:
@@ -68,10 +68,10 @@ class Tuner:
         again = finding.layout in self.findings.seconds
         self.findings.add(finding)
         if finding.steps and not again and len(self.findings.seconds) >= FIRST:
-            rounds = 1 if self.findings.factors else 3
-            self.findings.factors = fit_constants(self.layouts, self.given, self.findings, rounds)
+            first = not self.findings.factors
+            self.findings.factors = fit_constants(self.layouts, self.given, self.findings)
             self.findings.save()
-            if rounds > 1 and not self.layouts.complete:  # of many layouts other ones look fast on another machine
+            if first and not self.layouts.complete:  # of many layouts other ones look fast on another machine
                 self.layouts.search(with_factors(self.given, self.findings.factors))
                 self.__dict__.pop("before", None)
         self._look()

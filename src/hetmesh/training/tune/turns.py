@@ -1,35 +1,31 @@
 """Which layout runs next, from what ran so far. Pure.
 
-First a few run of which the simulator says that they are fast, or of which it can say least. Then whoever is predicted
-to win by more than measurements scatter; in the end those of the leaders that are closer than that, by halves.
+First a few short turns of layouts that share little, the fast ones of them. Then whoever is predicted to win by more
+than measurements scatter; in the end those of the leaders that are closer than that, by halves and for longer.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
-
-import numpy as np
 
 from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import AXES
 from hetmesh.training.tune.findings import Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 
-FIRST = 6
+FIRST = 8
 """Layouts that run before constants are fitted."""
-STEPS = 3
-"""Timed steps of a turn; in each further turn twice as many."""
-MOST_TURNS = 2
-_ALL, _FEATURE, _OWN = 1.0, 0.1, 0.04
-"""Standard deviations of what the simulator is off by, in logarithms: of all layouts alike, of those that share a
-degree, a schedule or another trait, and of one alone."""
-_DISTURBED = 2.0
-"""Times what the simulator says: a layout that takes longer and would else win has another turn."""
-_CURIOUS, _DOUBT = 2.0, 1.0  # standard deviations that count in favour of what has not run: first, and later
+SHORT, STEPS = 1, 3
+"""Timed steps of a turn: of the first one of a layout, and of those that decide or say how much steps scatter."""
+_DISTURBED, _MOST_AGAIN = 2.0, 2
+"""Times what the simulator says, or the fastest step was: a layout that takes longer and would else win has another
+turn, and one more."""
+_LEAST_DOUBT = 0.04  # in logarithms
 
 
 class Turn(NamedTuple):
@@ -45,50 +41,38 @@ class Ranking:
 
     Attributes:
         seconds: by layout.
-        doubt: its standard deviation, in logarithms.
-        simulated: seconds as the simulator says them.
+        doubt: how far they are off where it is known: root mean square of logarithms.
+        traits: of each layout (`traits`).
     """
 
     seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    doubt: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    simulated: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    doubt: float = 0.0
+    traits: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
 
-    def at_best(self, layout: str, deviations: float) -> float:
-        """Its seconds, if they are that much less."""
-        return self.seconds[layout] * math.exp(-deviations * self.doubt[layout])
+    def at_best(self, layout: str) -> float:
+        """Its seconds, if they are less than predicted by the doubt."""
+        return self.seconds[layout] * math.exp(-self.doubt)
 
 
-def traits(plan: LayoutPlan) -> dict[str, float]:
-    """What layouts have in common by which predictions of them may be off alike."""
-    found = {f"placement {plan.placement}": 1.0, f"schedule {plan.step}": 1.0}
-    found["microbatch"] = math.log2(plan.microbatch_size)
+def traits(plan: LayoutPlan) -> frozenset[str]:
+    """What layouts may have in common: one that shares none with those that ran says most of the machine."""
+    found = [plan.placement, f"microbatches of {plan.microbatch_size}"]
     for name, own in plan.modules.items():
-        found |= {f"{name} {axis}": math.log2(degree) for axis, degree in zip(AXES, own.degrees, strict=True)}
-        found |= {f"{name} ep": math.log2(own.expert_parallel), f"{name} turns": math.log2(own.stages_per_rank)}
-        found |= {f"{name} {own.activation_checkpoint}": 1.0, f"{name} {own.reshard_after_forward}": 1.0}
-    return found
+        degrees = {**dict(zip(AXES, own.degrees, strict=True)), "ep": own.expert_parallel, "turns": own.stages_per_rank}
+        found += [f"{name} {axis}" for axis, degree in degrees.items() if degree > 1]
+        found.append(f"{name} {own.activation_checkpoint}")
+        if own.degree("dp_shard") > 1:
+            found.append(f"{name} gathers: {own.reshard_after_forward}")
+    return frozenset(found)
 
 
 def rank(layouts: Layouts, guesses: Mapping[str, Guess], findings: Findings) -> Ranking:
-    """The guesses, corrected by how far those of layouts with the same traits were off (a Gaussian process)."""
-    names = list(guesses)
-    each = [traits(layouts.plans[name]) for name in names]
-    columns = sorted({trait for own in each for trait in own})
-    x = np.array([[own.get(trait, 0.0) for trait in columns] for own in each]).reshape(len(names), len(columns))
-    alike = _ALL**2 + _FEATURE**2 * x @ x.T + _OWN**2 * np.eye(len(names))
+    """What is predicted of layouts, and how far that is off for those that ran."""
     seconds = findings.seconds
-    ran = [i for i, name in enumerate(names) if name in seconds]
-    off = np.array([math.log(seconds[names[i]] / guesses[names[i]].seconds) for i in ran])
-    noise = findings.scatter**2 * np.eye(len(ran))
-    gain = np.linalg.solve(alike[np.ix_(ran, ran)] + noise, alike[ran]).T if ran else np.zeros((len(names), 0))
-    mean = gain @ off if ran else np.zeros(len(names))
-    variance = np.diag(alike) - (gain * alike[:, ran]).sum(1)
+    off = [math.log(own / guesses[name].seconds) for name, own in seconds.items() if name in guesses]
+    doubt = max(math.sqrt(statistics.mean(own**2 for own in off)), _LEAST_DOUBT) if off else _LEAST_DOUBT
     simulated = {name: guess.seconds for name, guess in guesses.items()}
-    return Ranking(
-        {name: simulated[name] * math.exp(more) for name, more in zip(names, mean.tolist(), strict=True)},
-        dict(zip(names, np.sqrt(np.maximum(variance, 0.0)).tolist(), strict=True)),
-        simulated,
-    )
+    return Ranking(simulated, doubt, {name: traits(layouts.plans[name]) for name in simulated})
 
 
 def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> Turn | None:
@@ -97,24 +81,28 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     left = [name for name in ranking.seconds if name not in seconds and name not in findings.failed]
     if len(seconds) < FIRST and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
-        curious = _CURIOUS if seconds and not own else 0.0
-        return Turn(min(own or left, key=lambda name: ranking.at_best(name, curious)), STEPS)
+        if own or not seconds:
+            return Turn(min(own or left, key=lambda name: ranking.seconds[name]), SHORT if seconds else STEPS)
+        seen = {trait for name in seconds for trait in ranking.traits.get(name, ())}
+        new = {name: len(ranking.traits[name] - seen) for name in left}
+        return Turn(max(left, key=lambda name: (new[name], -ranking.seconds[name])), SHORT)
     if not seconds:
         return None
     best, scatter = min(seconds.values()), findings.scatter
     if left:
-        hope = min(left, key=lambda name: ranking.at_best(name, _DOUBT))
-        if ranking.at_best(hope, _DOUBT) < best * (1 - scatter):
-            return Turn(hope, STEPS)
+        hope = min(left, key=ranking.at_best)
+        if ranking.at_best(hope) < best * (1 - scatter):
+            return Turn(hope, SHORT)
+    steps = findings.steps
     for name, measured in seconds.items():
-        simulated = ranking.simulated.get(name, measured)
-        if turns[name] == 1 and simulated < best and measured > _DISTURBED * simulated:
+        least = min(ranking.seconds.get(name, measured), *steps[name])
+        if turns[name] <= _MOST_AGAIN and least < best and measured > _DISTURBED * least:
             return Turn(name, STEPS)
-    for times in range(1, MOST_TURNS):
-        most = best * (1 + scatter * math.sqrt(2 * STEPS / (STEPS * (2**times - 1))))  # the error of a difference
-        close = sorted((own, name) for name, own in seconds.items() if turns[name] >= times and own <= most)
+    for known, more in ((SHORT, STEPS), (STEPS, 2 * STEPS)):
+        most = best * (1 + scatter * math.sqrt(2 * STEPS / known))  # the error of a difference
+        close = sorted((own, name) for name, own in seconds.items() if len(steps[name]) >= known and own <= most)
         half = close[: max(math.ceil(len(close) / 2), 2)] if len(close) > 1 else []
         for _, name in half:
-            if turns[name] == times:
-                return Turn(name, STEPS * 2**times)
+            if len(steps[name]) < known + more:
+                return Turn(name, more)
     return None
