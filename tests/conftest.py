@@ -80,7 +80,11 @@ def apart() -> Iterator[Callable[..., Any]]:
     fake device stays a device of its process to the end of it."""
     import torch
 
-    with ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (1,)) as process:
+    from support.forked import PRELOAD
+
+    context = get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD])
+    with ProcessPoolExecutor(1, context, torch.set_num_threads, (1,)) as process:
         yield lambda function, *arguments: process.submit(function, *arguments).result()
 
 

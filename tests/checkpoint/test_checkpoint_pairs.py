@@ -69,8 +69,7 @@ def layouts_aside(state):
 
 def chain(pool, folder, layouts, variant="all trained"):
     """Each layout resumes what the one before it saved, and goes on for two steps, the first of which is saved."""
-    losses = uninterrupted(pool, folder / "whole", len(layouts) + 2, variant, layouts[0])
-    run(pool, folder, layouts[0], 2, 2, variant=variant)
+    losses = run(pool, folder, layouts[0], 2, len(layouts) + 2, variant=variant)[0][1]
     for step, layout in enumerate(layouts[1:], 2):
         again = folder / f"again-{step}"
         for resumed, taken in run(pool, folder, layout, 1, 2, str(again), variant=variant):

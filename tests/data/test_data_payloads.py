@@ -48,6 +48,16 @@ SAMPLES = st.builds(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_ends():
+    """torch waits 5 s for the end of a worker that hangs, and where a test leaves one to the garbage collector, in
+    whichever test that collects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+        yield
+        gc.collect()
+
+
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(SAMPLES | st.builds(Unreadable, st.text()), max_size=5))

@@ -23,6 +23,7 @@ PRELOAD = (
     *("hetmesh.boundary", "hetmesh.cli.train", "hetmesh.cli.launch", "hetmesh.training.trainer"),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.models.siglip.modeling_siglip"),
     *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft"),
+    *("torchtitan.components.optimizer", "torchtitan.components.metrics"),
     *("pytest", "hypothesis", "hetmesh.testing.pool"),
 )
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -65,6 +65,7 @@ def spoilt(step):
 def overrides(folder, *more):
     keys = ("--job.dump_folder", str(folder), "--training.steps", "3", "--metrics.log_freq", "1")
     keys += ("--training.local_batch_size", "8", "--parallelism.llm.pipeline_parallel_microbatch_size", "4")
+    keys += ("--modules.vision.config.num_hidden_layers", "1", "--modules.llm.config.num_hidden_layers", "1")
     return (*keys, "--validation.samples", "16", *more)
 
 

@@ -10,7 +10,7 @@ from hetmesh.boundary.watchdog import EXIT_CODE
 from hetmesh.data.digits import DigitsSource
 from hetmesh.data.loader import Loader
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stall")]  # one process has both jobs, and so waits once
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BATCH, TIMEOUT = 8, 5

@@ -30,7 +30,10 @@ from hetmesh.recipe.recipe import Recipe
 
 # What the first step would import in every worker at once. The first DTensor operation alone imports ~300 modules.
 # Two of them are private: a name that a later torch drops costs only time.
-PRELOAD = ("hetmesh.api", "torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel")
+PRELOAD = (
+    *("hetmesh.api", "torch._dynamo", "torch.distributed.tensor._random", "torch.distributed.tensor.parallel"),
+    "torchtitan.components.optimizer",
+)
 # Cores of a machine where threads of one worker wait for each other more than they compute: digits_single on two cores
 # that others use too takes 8 s of CPU for 20 steps with one thread, 60 s with two.
 SMALL_MACHINE_CORES = 4

@@ -101,9 +101,10 @@ def _parameters_on_meta() -> Iterator[None]:
     and those that no checkpoint holds, such as rotary frequencies, would be lost.)"""
     register = nn.Module.register_parameter
 
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def on_meta(self: nn.Module, name: str, param: Any) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            param._is_hf_initialized = True  # else transformers draws values that nothing holds: a quarter of `resolve`
         register(self, name, param)
 
     owner: Any = nn.Module
