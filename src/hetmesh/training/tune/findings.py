@@ -10,8 +10,8 @@ from pathlib import Path
 from hetmesh.errors import UsageError
 from hetmesh.files import from_json, read_file, write_json
 
-LEAST_SCATTER = 0.005
-"""Of a step: no clock and no machine is better."""
+USUAL_SCATTER, LEAST_SCATTER = 0.04, 0.005
+"""Of a step: as one turn that says so, until others do; and no clock and no machine is better."""
 DIED = "processes died with it, twice (out of memory?)"
 
 
@@ -21,7 +21,8 @@ class Finding:
 
     Attributes:
         layout: `str` of its `LayoutPlan`.
-        steps: seconds of its timed steps, on the rank that took longest.
+        steps: seconds of its timed steps, on the rank that took longest, in proportion to tokens of a step with as many
+            as the mean of the first.
         parts: of the last of them seconds on the mean rank, by kind of action (`guesses.step_parts`).
         peak_bytes: of tensors on the rank that held most; 0: the device does not count them.
         spent_s: seconds that the turn took, with building the modules.
@@ -150,7 +151,7 @@ class Findings:
         steps is about the error of their median; of all layouts the median one."""
         turns = [own.steps for own in self.each if len(own.steps) > 1]
         each = [(max(steps) - min(steps)) / (2 * statistics.median(steps)) for steps in turns]
-        return max(statistics.median(each) if each else 0.0, LEAST_SCATTER)
+        return max(statistics.median([*each, USUAL_SCATTER]), LEAST_SCATTER)
 
     def parts(self, layout: str) -> dict[str, float]:
         """The mean of the parts of its turns."""

@@ -25,6 +25,7 @@ from hetmesh.simulate.timeline import KINDS, WORK, collectives_inside
 from hetmesh.training.job import Job
 from hetmesh.training.tune.findings import Finding
 from hetmesh.training.tune.guesses import COLLECTIVES, OPTIMIZER, part_name
+from hetmesh.training.tune.turns import STEPS
 
 WARM_UP = 1
 """Steps that are not timed: first contacts, and the optimizer's state."""
@@ -46,6 +47,7 @@ class Ranks:
         self.world, self.payloads = world, payloads
         self.job: Job | None = None
         self._reference = _Reference(world.accelerator)
+        self._tokens: list[int] = []  # of the first steps
 
     def measure(self, recipe: Recipe, layout: str, steps: int) -> Finding:
         """Take the first steps of `recipe` in its layout; equal on all ranks, on each of which it is called. `layout`:
@@ -65,7 +67,9 @@ class Ranks:
             paces.append(self._pace())
         finally:
             job.upcoming.close()
-        timed, parts = [seconds for seconds, _ in taken[WARM_UP:]], taken[-1][1]
+        scales = self._scales(job, len(taken))
+        timed = [scale * seconds for scale, (seconds, _) in zip(scales, taken, strict=True)][WARM_UP:]
+        parts = {name: scales[-1] * seconds for name, seconds in taken[-1][1].items()}
         mine = timed, parts, torch.cuda.max_memory_allocated(world.device) if on_gpu else 0, statistics.median(paces)
         everyone = gather_objects(mine, world, "what other ranks measured")
         names = sorted({name for _, parts, _, _ in everyone for name in parts})
@@ -77,6 +81,12 @@ class Ranks:
             max(gather_objects(time.perf_counter() - started, world, "the end of a turn")),
             statistics.mean(pace for _, _, _, pace in everyone),
         )
+
+    def _scales(self, job: Job, steps: int) -> list[float]:
+        """By which the seconds of each of the first steps become those of a step with as many tokens as their mean."""
+        for step in range(len(self._tokens), max(steps, WARM_UP + STEPS)):
+            self._tokens.append(int(job.loader.batch(step).metas.tokens.sum()))
+        return [statistics.mean(self._tokens[: WARM_UP + STEPS]) / tokens for tokens in self._tokens[:steps]]
 
     def _pace(self) -> float:
         """Seconds of the reference work on this rank, while all ranks do it. Collective."""

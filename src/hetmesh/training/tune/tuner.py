@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from hetmesh.training.tune.measure import WARM_UP, Ranks, out_of_memory
 from hetmesh.training.tune.turns import FIRST, STEPS, Ranking, Turn, next_turn, rank
 
 STATE_FILE = "tune.json"
-_MOST_STEPS = WARM_UP + 2 * STEPS + 1
+_MOST_STEPS = WARM_UP + STEPS + 2
 
 
 class Tuner:
@@ -65,9 +66,9 @@ class Tuner:
 
     def add(self, finding: Finding) -> None:
         """Take it in; fit and predict again."""
-        again = finding.layout in self.findings.seconds
+        again, predicted = finding.layout in self.findings.seconds, self.ranking.seconds.get(finding.layout)
         self.findings.add(finding)
-        if finding.steps and not again and len(self.findings.seconds) >= FIRST:
+        if finding.steps and not again and len(self.findings.seconds) >= FIRST and self._unexpected(finding, predicted):
             first = not self.findings.factors
             self.findings.factors = fit_constants(self.layouts, self.given, self.findings)
             self.findings.save()
@@ -75,6 +76,12 @@ class Tuner:
                 self.layouts.search(with_factors(self.given, self.findings.factors))
                 self.__dict__.pop("before", None)
         self._look()
+
+    def _unexpected(self, finding: Finding, predicted: float | None) -> bool:
+        """Whether the constants do not say what a layout takes as well as they say it of others."""
+        if not self.findings.factors or predicted is None:
+            return True
+        return abs(math.log(self.findings.seconds[finding.layout] / predicted)) > self.ranking.doubt
 
     def next(self) -> Turn | None:
         """None: no layout is predicted to win by more than scatter, or the budget is spent."""
@@ -92,9 +99,9 @@ class Tuner:
 
     @property
     def best(self) -> str | None:
-        """The layout with the least median step; None: none ran."""
-        seconds = {name: own for name, own in self.findings.seconds.items() if name in self.layouts.plans}
-        return min(seconds, key=lambda name: seconds[name]) if seconds else None
+        """The layout that is expected to be fastest of those that ran; None: none did."""
+        expected = {name: own for name, own in self.ranking.expected.items() if name in self.layouts.plans}
+        return min(expected, key=lambda name: expected[name]) if expected else None
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from hetmesh.training.tune.guesses import Guess, Layouts
 
 FIRST = 8
 """Layouts that run before constants are fitted."""
-SHORT, STEPS = 1, 3
+SHORT, STEPS = 2, 3
 """Timed steps of a turn: of the first one of a layout, and of those that decide or say how much steps scatter."""
-_DISTURBED, _MOST_AGAIN = 2.0, 2
+FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
+"""Of layouts with so many steps, how many of the fastest take more, where scatter cannot tell them apart."""
+_DISTURBED, _MOST_AGAIN = 1.25, 2
 """Times what the simulator says, or the fastest step was: a layout that takes longer and would else win has another
 turn, and one more."""
 _LEAST_DOUBT = 0.04  # in logarithms
@@ -41,11 +43,13 @@ class Ranking:
 
     Attributes:
         seconds: by layout.
+        expected: of those that ran, between these and their measured steps, as sure as either is.
         doubt: how far they are off where it is known: root mean square of logarithms.
         traits: of each layout (`traits`).
     """
 
     seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    expected: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     doubt: float = 0.0
     traits: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -72,7 +76,11 @@ def rank(layouts: Layouts, guesses: Mapping[str, Guess], findings: Findings) -> 
     off = [math.log(own / guesses[name].seconds) for name, own in seconds.items() if name in guesses]
     doubt = max(math.sqrt(statistics.mean(own**2 for own in off)), _LEAST_DOUBT) if off else _LEAST_DOUBT
     simulated = {name: guess.seconds for name, guess in guesses.items()}
-    return Ranking(simulated, doubt, {name: traits(layouts.plans[name]) for name in simulated})
+    expected = {}
+    for name, steps in findings.steps.items():
+        weight = doubt**2 / (doubt**2 + findings.scatter**2 * STEPS / len(steps))
+        expected[name] = seconds[name] ** weight * simulated.get(name, seconds[name]) ** (1 - weight)
+    return Ranking(simulated, expected, doubt, {name: traits(layouts.plans[name]) for name in simulated})
 
 
 def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> Turn | None:
@@ -82,27 +90,26 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     if len(seconds) < FIRST and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
         if own or not seconds:
-            return Turn(min(own or left, key=lambda name: ranking.seconds[name]), SHORT if seconds else STEPS)
+            return Turn(min(own or left, key=lambda name: ranking.seconds[name]), STEPS)
         seen = {trait for name in seconds for trait in ranking.traits.get(name, ())}
         new = {name: len(ranking.traits[name] - seen) for name in left}
         return Turn(max(left, key=lambda name: (new[name], -ranking.seconds[name])), SHORT)
     if not seconds:
         return None
-    best, scatter = min(seconds.values()), findings.scatter
+    expected, steps, scatter = ranking.expected, findings.steps, findings.scatter
+    best = min(expected.values())
     if left:
         hope = min(left, key=ranking.at_best)
         if ranking.at_best(hope) < best * (1 - scatter):
             return Turn(hope, SHORT)
-    steps = findings.steps
     for name, measured in seconds.items():
         least = min(ranking.seconds.get(name, measured), *steps[name])
         if turns[name] <= _MOST_AGAIN and least < best and measured > _DISTURBED * least:
             return Turn(name, STEPS)
-    for known, more in ((SHORT, STEPS), (STEPS, 2 * STEPS)):
+    for known, finalists in FINALISTS:
         most = best * (1 + scatter * math.sqrt(2 * STEPS / known))  # the error of a difference
-        close = sorted((own, name) for name, own in seconds.items() if len(steps[name]) >= known and own <= most)
-        half = close[: max(math.ceil(len(close) / 2), 2)] if len(close) > 1 else []
-        for _, name in half:
-            if len(steps[name]) < known + more:
-                return Turn(name, more)
+        close = sorted((own, name) for name, own in expected.items() if len(steps[name]) >= known and own <= most)
+        for _, name in close[:finalists] if len(close) > 1 else []:
+            if len(steps[name]) < known + STEPS:
+                return Turn(name, STEPS)
     return None
