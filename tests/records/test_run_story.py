@@ -96,7 +96,7 @@ def test_a_run_that_went_on_counts_each_step_once(tmp_path):
     write_lines(
         tmp_path / "events.jsonl",
         [
-            {"event": "started", "step": 0, "timestamp": 103.0, "built_s": 3.0, "steps": 6, "ranks": 4},
+            {"event": "started", "step": 0, "timestamp": 103.0, "steps": 6, "ranks": 4},
             {"event": "checkpoint", "step": 3, "timestamp": 110.0, "held_s": 0.5, "time_s": 0.5},
             {"event": "started", "step": 3, "timestamp": 203.0, "steps": 6},
             {"event": "ended", "step": 6, "timestamp": 212.0, "how": "finished"},

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start workers, or be one of a launcher's; where a layout ends one, start them again behind it."""
+    """Start workers, or be one of a launcher's; where a layout ends one, start them again after it."""
     place = find_place(os.environ)
     with no_blas_threads():
         recipe = load_recipe(args.recipe, overrides)
@@ -56,18 +56,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     folder = Path(args.output or Path(recipe.job.dump_folder) / "tune")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    asked = Asked(
-        recipe,
-        args.recipe,
-        read_text(args.recipe),
-        tuple(overrides),
-        args.ranks or (recipe.world_size if place is None else place.size),
-        args.machine,
-        args.profile,
-        fixed_keys(args.fix),
-        args.budget,
-        folder,
-    )
+    ranks = args.ranks or (recipe.world_size if place is None else place.size)
+    search = args.machine, args.profile, fixed_keys(args.fix), args.budget, folder
+    asked = Asked(recipe, args.recipe, read_text(args.recipe), tuple(overrides), ranks, *search)
     for _ in range(MOST_STARTS):
         try:
             launch(_tune, asked.ranks, asked)
@@ -76,7 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             running = read_object(folder / STATE_FILE).get("running")
             if place is not None or not running:
                 raise
-            print(f"{running}: a worker ended ({error}); going on behind it", flush=True)
+            print(f"{running}: a worker ended ({error}); going on after it", flush=True)
     raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
 

@@ -42,7 +42,7 @@ def why_not_llava(recipe: Recipe, projector: Any) -> str:
 def llava_config(image_token: int, tower: Any, vision: Any, text: Any) -> Any:
     """The config of a tower, with its config, and an LLM with the config `text`."""
     clip = vision.model_type == "clip_vision_model"
-    # SigLIP's rows have passed its last norm, which transformers leaves out of hidden states unless the config says so.
+    # SigLIP's rows have passed its last norm, which transformers leaves out of hidden states unless the config asks.
     return hf("LlavaConfig")(
         vision_config={**vision.to_dict(), "tie_last_hidden_states": not clip},
         text_config=text.to_dict(),

@@ -35,7 +35,7 @@ class KeyHeads(ParallelStyle):
     features: int
 
     def suits(self, degree: int) -> bool:
-        """Whether each of so many ranks has whole heads, or an equal part of one."""
+        """Whether each of `degree` ranks has whole heads, or an equal part of one."""
         each, rest = divmod(degree, self.heads)
         return self.heads % degree == 0 or (rest == 0 and self.features % each == 0)
 

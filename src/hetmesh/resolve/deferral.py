@@ -69,32 +69,29 @@ def choose_deferral(
         return DeferralChoice(False, "the sizes of a module are not known, and so not what it saves")
     schedules = StepSchedules(recipe, some, model)
 
-    def planned(samples: MetaArrays, deferral: bool) -> BatchPlan:
-        return plan_batch(some, samples, recipe.batch.microbatch_size, replace(balance, deferral=deferral))
-
-    def costed(plan: BatchPlan) -> tuple[Schedule, StepCosts]:
+    def planned(samples: MetaArrays, deferral: bool) -> tuple[BatchPlan, Schedule, StepCosts]:
+        plan = plan_batch(some, samples, recipe.batch.microbatch_size, replace(balance, deferral=deferral))
         schedule = schedules.of(plan)
-        return schedule, model.costs(plan, schedule)
+        return plan, schedule, model.costs(plan, schedule)
 
     size, steps = recipe.batch.global_batch_size, recipe.training.steps
     count, part = min(BATCHES, steps), max(round(size * share), 1)
     try:
         samples = loader.drawn([i for k in range(count) for i in loader.indices(k * steps // count)]).metas
         batches = [samples.take(np.arange(k * size, k * size + part)) for k in range(count)]
-        plans = [[planned(batch, deferral) for batch in batches] for deferral in (False, True)]
-        if all(plain.lanes == late.lanes for plain, late in zip(*plans, strict=True)):
+        plain, late = ([planned(batch, deferral) for batch in batches] for deferral in (False, True))
+        if all(one.lanes == other.lanes for (one, _, _), (other, _, _) in zip(plain, late, strict=True)):
             return DeferralChoice(False, "the balancer defers nothing in sampled batches", 0.0)
-        plain, late = ([costed(plan) for plan in each] for each in plans)
-        before, after = (sum(simulate(schedule, cost).makespan for schedule, cost in each) for each in (plain, late))
+        before, after = (sum(simulate(schedule, cost).makespan for _, schedule, cost in each) for each in (plain, late))
         saved = 1 - after / before
         said = f"in simulated steps of {counted(count, 'batch', 'batches')} it saves {saved:.1%} of the time"
         if saved < MIN_GAIN:
             return DeferralChoice(False, f"{said}, less than {MIN_GAIN:.0%}", saved)
-        late += [costed(planned(largest, True)) for largest in largest_batches(some, samples, part)]
+        late += [planned(largest, True) for largest in largest_batches(some, samples, part)]
     except HetmeshError as error:  # which ends the run when it comes to that batch
         return DeferralChoice(False, f"a sampled batch cannot be laid out: {error}")
     communicators = job_communicators(graph, recipe.world_size, lambda spec: shapes[spec.name])
-    ranks = largest_memory(rank_memory(model, schedule, cost, communicators) for schedule, cost in late)
+    ranks = largest_memory(rank_memory(model, schedule, cost, communicators) for _, schedule, cost in late)
     fit = MemoryFit(model.machine.name, model.machine.memory_bytes, ranks)
     if fit.fits is False:
         held = f"{amount(fit.peak_bytes)}B of {amount(fit.memory_bytes)}B"

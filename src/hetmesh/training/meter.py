@@ -3,7 +3,6 @@ peak FLOP/s of a device, which MFU refers to."""
 
 from __future__ import annotations
 
-import functools
 import resource
 import sys
 from dataclasses import astuple, dataclass
@@ -153,10 +152,4 @@ def find_peak(recipe: Recipe, world: World, dtype: torch.dtype) -> PeakFlops:
         return PeakFlops(flops, kind, f"machine {machine.name!r}")
     if device.type == "cuda":
         return PeakFlops(None, kind, f"machine {machine.name!r} has no peak for {kind}")
-    return PeakFlops(_measured(dtype, world.size), kind, "measured by a matrix product on every rank at once")
-
-
-@functools.cache  # a process that goes from layout to layout has many jobs
-def _measured(dtype: torch.dtype, ranks: int) -> float:
-    """The peak where `ranks` processes measure it at once."""
-    return measure_peak(dtype)
+    return PeakFlops(measure_peak(dtype), kind, "measured by a matrix product on every rank at once")

@@ -103,7 +103,6 @@ class Trainer:
         if recipe.checkpoint.last_save_in_hf and export is None:
             raise TypeError("checkpoint.last_save_in_hf: the trainer needs `export`, e.g. hetmesh.export's export_last")
         self.export = export
-        self.began = time.perf_counter()
         torch.manual_seed(recipe.debug.seed)
         choose_kernels(recipe.debug.deterministic, world.device)
         self.on_step, self.stopped = on_step, False
@@ -151,7 +150,6 @@ class Trainer:
             self.step,
             ranks=world.size,
             device=device_name(world.device),
-            built_s=round(time.perf_counter() - self.began, 3),
             changed=progress.changed or None,
             deferral=str(deferral),
         )
