@@ -63,6 +63,8 @@ def _summary(tuner: Tuner) -> tuple[str, str]:
         done += f"; the budget of {tuner.budget:g} s ended it before a turn of {tuner.untried.layout}"
     if best is None:
         return "no layout ran", done
+    if (least := min(findings.seconds.values())) < findings.seconds[best]:
+        done += f"; a median of {1e3 * least:.1f} ms is of too few steps to outweigh a slower prediction"
     common = [seconds for name, seconds in findings.seconds.items() if name in tuner.layouts.common]
     gain = f", {min(common) / findings.seconds[best]:.2f} times as fast as the fastest common layout" if common else ""
     return f"{1e3 * findings.seconds[best]:.1f} ms a step{gain}: {best}", done
@@ -115,7 +117,7 @@ def _page(asked: Asked, tuner: Tuner, recipe: str) -> str:
         run=str(asked.folder),
         state=State(done),
         facts=(counted(asked.ranks, "rank"), f"{asked.recipe.batch.global_batch_size} samples per step"),
-        tiles=(Tile("fastest", f"{1e3 * ran[0][0]:.1f} ms", "a step, median"),),
+        tiles=(Tile("fastest", found.partition(" a step")[0], "a step, median"),),
         sections=(PageSection("Layouts", lead, (picture, layouts)), PageSection("Machine", "", (constants,))),
         notes=(),
         recipe=recipe,

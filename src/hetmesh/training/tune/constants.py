@@ -99,6 +99,8 @@ def fit_constants(layouts: Layouts, machine: Machine, findings: Findings) -> dic
             normal = slopes.T @ (weights * slopes) + np.eye(len(x)) / _PRIOR**2
             move = -np.linalg.solve(normal, slopes.T @ (weights[:, 0] * r) + x / _PRIOR**2)
             move = np.clip(move, -_LONGEST, _LONGEST)
+            if not move.any():
+                break
             after = residuals(x + move)
             slopes += np.outer(after - r - slopes @ move, move) / (move @ move)
             if cost(x + move, after) < cost(x, r):
