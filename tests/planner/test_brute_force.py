@@ -53,6 +53,7 @@ def random_problem(seed):
         memory_bandwidth=machine.memory_bandwidth / slower,
         node_bandwidth=machine.node_bandwidth / float(rng.choice([1, 30, 1000])),
         operation_overhead=machine.operation_overhead / float(rng.choice([1, 10])),
+        launch_overhead=machine.launch_overhead * float(rng.choice([0, 0, 0.01, 1])),
         context_bytes=0,  # beside which these models are nothing
         communicator_bytes=0,
     )
@@ -122,7 +123,7 @@ def test_the_chosen_split_is_near_the_best_of_its_neighbours(ranks, seed):
     )
     fixed = {"llm.activation_checkpoint": "none", "vision.activation_checkpoint": "none", "placement": "disjoint"}
     problem = recipe_problem(resolve(given), machine="h100", ranks=ranks, fixed=fixed)
-    problem = replace(problem, machine=replace(problem.machine, operation_overhead=1e-7))
+    problem = replace(problem, machine=replace(problem.machine, operation_overhead=1e-7, launch_overhead=0.0))
     chosen = search(problem).fastest
     own = chosen.plan.modules["vision"].ranks[1]
     for count in {own - 1, own + 1} & set(range(1, ranks)):

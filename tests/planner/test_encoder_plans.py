@@ -220,7 +220,7 @@ def an_llm_and_an_encoder(stages, layers, width, pipelines):
         )
         for spec, n in ((vision, width), (llm, 1280))
     }
-    machine = replace(load_machine("h100"), peak_flops={"float32": 1e12}, ranks_per_node=8)
+    machine = replace(load_machine("h100"), peak_flops={"float32": 1e12}, launch_overhead=0.0, ranks_per_node=8)
     return StepModel(ModuleGraph((vision, llm), (BoundarySpec("vision", "llm", "image"),)), shapes, machine)
 
 

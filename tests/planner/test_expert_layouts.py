@@ -89,7 +89,8 @@ def tight(given, share):
     """Products that take time, and so little memory that not every layout fits."""
     machine = given.machine
     rates = {kind: peak / 1000 for kind, peak in machine.peak_flops.items()}
-    machine = replace(machine, peak_flops=rates, operation_overhead=1e-7, context_bytes=0, communicator_bytes=0)
+    overheads = {"operation_overhead": 1e-7, "launch_overhead": 0.0, "context_bytes": 0, "communicator_bytes": 0}
+    machine = replace(machine, peak_flops=rates, **overheads)
     given = replace(given, machine=machine)
     return given if share is None else replace(given, memory_bytes=int(search(given).fastest.peak_bytes * share))
 

@@ -195,3 +195,34 @@ def test_a_profile_of_another_dtype_is_refused():
     _, shapes, graph, *_ = setup("digits.toml")
     with pytest.raises(HetmeshError, match=r"measured in bfloat16, and 'llm' computes in float32"):
         StepModel(graph, shapes, MACHINE, profile=Profile({}, dtype="bfloat16"))
+
+
+def test_an_action_takes_at_least_as_long_as_the_host_launches_it():
+    """Embedding, three layers of 12 operations, norm and head; the first norm's input has no gradient there."""
+    without, some, many = (
+        costs_of("digits_single.toml", machine=replace(MACHINE, launch_overhead=each)) for each in (0.0, 1e-9, 1.0)
+    )
+    assert some == without
+    (llm,) = (cost for (stage, _), cost in many.stages.items() if stage == LLM)
+    assert llm.forward == pytest.approx(1 + 3 * 12 + 4)
+    assert llm.backward > 1.8 * llm.forward
+    compiled = costs_of("digits_single.toml", "--compile.enable=true", machine=replace(MACHINE, launch_overhead=1.0))
+    (fused,) = (cost for (stage, _), cost in compiled.stages.items() if stage == LLM)
+    assert fused.forward < 6
+
+
+def test_launching_counts_what_routes_tokens_to_experts():
+    keys = [f"--parallelism.llm.{key}" for key in ("ranks=2-3", "data_parallel_replicate_degree=2")]
+    launching = replace(MACHINE, launch_overhead=1.0)
+    seconds = {
+        degree: [
+            (cost.forward, cost.backward)
+            for (stage, _), cost in costs_of(
+                "digits_moe.toml", *keys, f"--parallelism.llm.expert_parallel_degree={degree}", machine=launching
+            ).stages.items()
+            if stage == LLM
+        ][0]
+        for degree in (1, 2)
+    }
+    forward, backward = (b - a for a, b in zip(seconds[1], seconds[2], strict=True))
+    assert (forward, backward) == pytest.approx((3 * (17 - 9), 3 * (7 - 3)))

@@ -49,6 +49,8 @@ class Machine:
             baseline (arXiv 2408.03505, 3072 H100-class GPUs).
         operation_overhead: seconds that one operation (a product, a norm, attention) takes beyond its FLOPs and bytes,
             with the small ones around it.
+        launch_overhead: seconds for which the host is busy with one such operation before a device with streams can
+            begin it: a forward or backward of a stage takes at least as long as launching its operations.
         action_overhead: seconds that the runtime itself takes for each forward and backward of a stage.
         shard_overhead: seconds that FSDP's hooks take around each forward and backward of a layer.
         step_overhead: the same once per step: drawing and planning it, agreeing on its loss.
@@ -70,6 +72,7 @@ class Machine:
     busy_slowdown: tuple[float, ...] = ()
     efficiency: float = 0.46
     operation_overhead: float = 0.0
+    launch_overhead: float = 0.0
     action_overhead: float = 0.0
     shard_overhead: float = 0.0
     step_overhead: float = 0.0

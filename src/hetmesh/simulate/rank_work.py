@@ -20,6 +20,7 @@ from hetmesh.cost import Work, computed_work
 from hetmesh.cost.recurrence import RankCuts
 from hetmesh.graph import ModuleSpec, SampleMeta
 from hetmesh.layout import Intervals
+from hetmesh.layout.hashing import memoized
 from hetmesh.layout.intervals import coalesce, extent, overlap
 
 BLOCK_ROWS = 128
@@ -44,6 +45,7 @@ class RankWork:
     cuts: RankCuts = field(default_factory=RankCuts)
 
 
+@memoized
 def rank_work(plan: BatchPlan, name: str, microbatch: int) -> tuple[RankWork, ...]:
     """Per lane, and within a lane per rank along `cp`, what a rank computes of module `name`; all other ranks of the
     lane (along `tp`) do the same."""

@@ -39,7 +39,8 @@ NOT_MODELLED = (
     "what overlaps with what: sums of gradients, FSDP's gathers, tensor parallelism's sums and the exchange of tokens "
     "between experts count in full, as hetmesh runs them",
     "kernels: all products run at the machine's efficiency, measured on large dense ones, those of small experts, too; "
-    "permutations of tokens, host time and CUDA graphs do not count",
+    "permutations of tokens and CUDA graphs do not count; the host launches as many operations as transformers' modules "
+    "and hetmesh's experts have, at what one H100's host was measured to take for hetmesh's plain loop",
     "routing: every expert gets as many tokens as any other",
     "lengths of packed samples: every sequence is one sample, which attends to all of it before",
     "multi-token prediction, dropout, data, checkpoints",
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise HetmeshError(f"{args.rows}: no row can be predicted: {'; '.join(left_out)}")
     counted = _once(pairs)
     lora, full = ([pair for pair in counted if pair[0].lora == which] for which in (True, False))
+    shared, whole = ([pair for pair in counted if (pair[0].cp > 1) == which] for which in (True, False))
     fullest = [(p.memory.tensors, r.peak_bytes) for r, p in pairs if r.peak_bytes is not None]
     factor = best_factor([p.trivial_s for _, p in counted], [r.step_s for r, _ in counted])
     machines = sorted({r.machine for r, _ in pairs})
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "memory_error": mean_error(*map(list, zip(*fullest, strict=True))) if fullest else None,
         "lora": _group(lora),
         "full": _group(full),
+        "context_parallel": _group(shared),
+        "without_context_parallel": _group(whole),
         "lora_over_full": _lora_over_full(counted),
         "left_out": left_out,
         "not_modelled": list(NOT_MODELLED),
@@ -150,7 +154,7 @@ def _lora_over_full(pairs: Pairs) -> list[dict[str, Any]]:
 
 def _constants(machine: str) -> dict[str, float]:
     own, keys = load_machine(machine), ("efficiency", "memory_bandwidth", "node_bandwidth", "network_bandwidth")
-    return {key: getattr(own, key) for key in (*keys, "operation_overhead")}
+    return {key: getattr(own, key) for key in (*keys, "operation_overhead", "launch_overhead")}
 
 
 def _row(run: PublishedRun, found: PredictedRun) -> dict[str, Any]:
@@ -177,9 +181,8 @@ def table(result: dict[str, Any]) -> str:
     for name, own in (("predicted", result), *((key, result[key]) for key in ("trivial", "trivial_fitted"))):
         at = f", at {own['utilization']:.2f} of the peak" if "utilization" in own else ""
         lines.append(f"{name}: {_said(own)}{at}")
-    lines += [
-        f"{key}, {result[key]['runs']} runs: {_said(result[key])}" for key in ("full", "lora") if result[key]["runs"]
-    ]
+    groups = ("full", "lora", "context_parallel", "without_context_parallel")
+    lines += [f"{key}, {result[key]['runs']} runs: {_said(result[key])}" for key in groups if result[key]["runs"]]
     for each in result["lora_over_full"]:
         ratios = f"{each['predicted']:.2f} predicted, {each['published']:.2f} published"
         lines.append(f"{each['model']} at {each['tokens']}, GPU seconds of a token, LoRA over full: {ratios}")

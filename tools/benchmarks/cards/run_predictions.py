@@ -8,7 +8,9 @@ The layout is the nearest that `hetmesh` has:
   its share of the tokens (`etp` 1, as Megatron-Core folds it), or tensor-parallel ranks have shares of each expert
   (`etp` = `tp`): so for seconds and activations. What ranks hold is that of experts over those of `ep` ranks that are
   along `dp`, with shares by tensor parallelism besides, and copies along `cp`;
-- stages are cut by work, run 1F1B, and take turns where `vpp` says so.
+- stages are cut by work, run 1F1B, and take turns where `vpp` says so;
+- what lies between products is fused, so memory is that of compiled blocks; but the host launches kernels one by one,
+  so seconds are those of blocks that are not compiled.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ def predict_run(run: PublishedRun) -> PredictedRun:
     machine, shapes, said = load_machine(run.machine), *_shapes(run)
     experts = ExpertRanks.of(run, shapes["llm"])
     said += experts.said
-    problem, layers = _problem(run, machine, shapes), RunLayers(machine, experts)
-    predictor = Predictor(problem, layers=layers)
+    layers = RunLayers(machine, experts)
+    fused, eager = (Predictor(_problem(run, machine, shapes, way), layers=layers) for way in ("inductor", None))
     for recompute in ("none", "full") if run.recompute == "unknown" else (run.recompute,):
         plan = _plan(run, recompute, experts.held)
-        memory = fullest(predictor, plan)
+        memory = fullest(fused, plan)
         if memory.total <= machine.memory_bytes:
             break
     if run.recompute == "unknown":
@@ -79,7 +81,7 @@ def predict_run(run: PublishedRun) -> PredictedRun:
     assert peak is not None
     flops = 6 * run.active * 1e9 * run.tokens * run.global_batch
     trivial = flops / (UTILIZATION * peak * run.gpus)
-    return PredictedRun(predictor.predict(plan).step_s, memory, trivial, tuple(said))
+    return PredictedRun(eager.predict(plan).step_s, memory, trivial, tuple(said))
 
 
 def _fits(recompute: str) -> str:
@@ -183,10 +185,13 @@ class RunLayers(LayerCosts):
         return super().of(layer, replace(how, experts=self.experts.group))
 
 
-def _problem(run: PublishedRun, machine: Machine, shapes: dict[str, ModuleShape]) -> Problem:
+def _problem(
+    run: PublishedRun, machine: Machine, shapes: dict[str, ModuleShape], compile_backend: str | None
+) -> Problem:
     mesh = MeshSpec((0,), ("dp_replicate",), (1,))
     dtype = getattr(torch, run.dtype)
-    options = replace(OPTIONS, compute_dtype=dtype, reduce_dtype=dtype, compute_copies=True)
+    dtypes = {"compute_dtype": dtype, "reduce_dtype": dtype, "compute_copies": True}
+    options = replace(OPTIONS, compile_backend=compile_backend, **dtypes)
     widths = {name: shape.layers[-1].weights[0].shape[0] for name, shape in shapes.items()} | {"llm": 0}
     specs = tuple(
         ModuleSpec(

@@ -120,17 +120,17 @@ def _residuals(findings: Findings, name: str, measured: Mapping[str, float], gue
     return np.array([math.log(guess.seconds / findings.seconds[name]) / _STEP, *parts])
 
 
-def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings) -> Machine:
+def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings, guesses: Mapping[str, Guess]) -> Machine:
     """The machine whose ranks hold so much beside what is predicted that measured peaks and layouts that ran out of
-    memory are explained: in `context_bytes`; where its memory is not known, it is less than what these take."""
+    memory are explained: in `context_bytes`; where its memory is not known, it is less than what these take. `guesses`:
+    of all layouts on `machine`."""
     limit = layouts.limit(machine)  # where it is not known, the system ends processes
     full_names = {own.layout for own in findings.each if own.out_of_memory or (not limit and own.failed == DIED)}
-    names = {own.layout for own in findings.each if own.peak_bytes} | full_names
-    guesses = layouts.guesses(machine, sorted(names & layouts.plans.keys()))
     full = [own for name, own in guesses.items() if name in full_names]
     if full and not limit:
         limit = min(own.peak_bytes + own.reserved for own in full) - 1
         machine = replace(machine, memory_bytes=limit * 10 // 9)
     missing = [limit + 1 - own.peak_bytes - own.reserved for own in full]
-    missing += [own.peak_bytes - guesses[own.layout].peak_bytes for own in findings.each if own.layout in guesses]
+    known = [own for own in findings.each if own.peak_bytes and own.layout in guesses]
+    missing += [own.peak_bytes - guesses[own.layout].peak_bytes for own in known]
     return replace(machine, context_bytes=machine.context_bytes + max([0, *missing]))

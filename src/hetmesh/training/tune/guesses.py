@@ -28,14 +28,12 @@ class Guess:
         seconds: of a step.
         peak_bytes: of tensors on the rank that holds most.
         reserved: bytes of communicators and context beside them.
-        fits: whether the machine has as much.
         parts: seconds on the mean rank (`step_parts`).
     """
 
     seconds: float
     peak_bytes: int = 0
     reserved: int = 0
-    fits: bool = True
     parts: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -115,4 +113,4 @@ class Layouts:
         each = [step_parts(timeline) for timeline in timelines] if parts else []
         means = {name: statistics.mean(own.get(name, 0.0) for own in each) for name in (each[0] if each else ())}
         seconds = statistics.mean(timeline.makespan for timeline in timelines)
-        return Guess(seconds, peak, reserved, not problem.limit or peak + reserved <= problem.limit, means)
+        return Guess(seconds, peak, reserved, means)

@@ -57,11 +57,14 @@ class Tuner:
 
     def _look(self) -> None:
         """Predict all layouts again."""
-        self.machine = corrected_memory(self.layouts, with_factors(self.given, self.findings.factors), self.findings)
-        if self.machine != self._guesses[0]:
-            self._guesses = self.machine, self.layouts.guesses(self.machine)
-        guesses = self._guesses[1].items()
-        fitting = {name: own for name, own in guesses if own.fits or name in self.findings.seconds}
+        machine = with_factors(self.given, self.findings.factors)
+        if machine != self._guesses[0]:
+            self._guesses = machine, self.layouts.guesses(machine)
+        guesses = self._guesses[1]
+        self.machine = corrected_memory(self.layouts, machine, self.findings, guesses)
+        limit = (self.layouts.limit(self.machine) or math.inf) - (self.machine.context_bytes - machine.context_bytes)
+        held = {name: own.peak_bytes + own.reserved for name, own in guesses.items()}
+        fitting = {k: own for k, own in guesses.items() if held[k] <= limit or k in self.findings.seconds}
         self.ranking = rank(self.layouts, fitting, self.findings)
 
     def add(self, finding: Finding) -> None:

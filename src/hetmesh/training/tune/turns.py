@@ -27,6 +27,9 @@ FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
 _DISTURBED, _MOST_AGAIN = 1.25, 2
 """Times what the simulator says, or the fastest step was: a layout that takes longer and would else win has another
 turn, and one more."""
+_HOPES = 2
+"""First turns in a row that did not find a faster layout, after which none goes to one that wins only if its prediction
+is off."""
 _LEAST_DOUBT = 0.04  # in logarithms
 
 
@@ -97,10 +100,12 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     if not seconds:
         return None
     expected, steps, scatter = ranking.expected, findings.steps, findings.scatter
-    best = min(expected.values())
+    leader = min(expected, key=lambda name: expected[name])
+    best = expected[leader]
     if left:
+        in_vain, most = len(seconds) - max(FIRST, list(seconds).index(leader) + 1), best * (1 - scatter)
         hope = min(left, key=ranking.at_best)
-        if ranking.at_best(hope) < best * (1 - scatter):
+        if (ranking.at_best(hope) if in_vain < _HOPES else ranking.seconds[hope]) < most:
             return Turn(hope, SHORT)
     for name, measured in seconds.items():
         least = min(ranking.seconds.get(name, measured), *steps[name])
