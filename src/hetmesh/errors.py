@@ -105,12 +105,12 @@ class Refusals:
         self.said.append(message)
 
     @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Note the RecipeErrors of a block instead of raising them."""
+    def collect(self, prefix: str = "") -> Iterator[None]:
+        """Note the RecipeErrors of a block instead of raising them, each line after `prefix`."""
         try:
             yield
         except RecipeError as error:
-            self.said += str(error).split("\n")
+            self.said += [f"{prefix}{line}" for line in str(error).split("\n")]
 
     def finish(self) -> None:
         """Raise RecipeError if anything was noted."""

@@ -453,3 +453,12 @@ def test_shipped_recipes_parse(path):
     if path.stem in ("digits", "digits_colocated", "digits_overlapping", "digits_single"):
         assert recipe.batch.global_batch_size == 64
         assert recipe.job.dump_folder == f"./outputs/{path.stem}"
+
+
+@pytest.mark.parametrize("key", ["optimizer.name", "data.source", "modules.llm.model", "modules.llm.loss.kind"])
+def test_a_recipe_knows_where_it_lies_whichever_table_names_code(tmp_path, key):
+    path = tmp_path / "recipe.toml"
+    path.write_text(DESIGN)
+    assert load_recipe(path).code_folder is None
+    more = ["--modules.llm.loss.unit", "tokens"] if "loss" in key else []
+    assert load_recipe(path, [f"--{key}", "own:Code", *more]).code_folder == str(tmp_path)

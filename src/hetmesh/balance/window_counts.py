@@ -81,17 +81,13 @@ def free_windows(loads: BatchLoads, slots: Slots, score: Score) -> list[int]:
 
 
 def _rough_length(loads: BatchLoads, slots: Slots, score: Score) -> float:
-    try:
-        return score(rough_assignment(loads, slots))
-    except GraphError:  # too few for a cap
-        return float("inf")
-
-
-def rough_assignment(loads: BatchLoads, slots: Slots) -> Assignment:
-    """The longest first, and no exchanges. Raises GraphError: no way was found to keep a cap."""
+    """Of a step whose samples are placed the longest first, without exchanges."""
     blocks = BatchBlocks(slots)
     table = longest_first(blocks.normalised(loads), blocks.count, -(-len(loads) // blocks.count) + SPARE_PLACES)
-    return from_blocks(loads, slots, from_table(table, len(loads)), policy="longest first")
+    try:
+        return score(from_blocks(loads, slots, from_table(table, len(loads)), policy="longest first"))
+    except GraphError:  # too few for a cap
+        return float("inf")
 
 
 def roomier_windows(loads: BatchLoads, slots: Slots) -> list[int]:

@@ -26,8 +26,6 @@ def join(backend: str, timeout: timedelta) -> None:
     with one_gloo_device():
         if "RANK" not in os.environ:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        elif _joined == 0 and _restarts() == "0":
-            dist.init_process_group(backend, timeout=timeout)
         else:
             store, rank, size = _store(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -53,7 +53,13 @@ def load_initial_weights(world: World, root: Root, path: Path, exclude: Sequence
     state = dict(needs.state)  # in place: these are the parameters
     copies = _second_names(state)
     read_into(world, path, state | {second: copy for _, second, copy in copies}, index)
-    apart = [_untied(first, second) for first, second, copy in copies if not _equal(state[first], copy)]
+    apart = [
+        f"{first.removeprefix(MODEL)} and {second.removeprefix(MODEL)} are one here (tied) and two there: set "
+        f"modules.{module_of(first)}.config.tie_word_embeddings = false, or name the one to leave out in "
+        "checkpoint.exclude_from_loading"
+        for first, second, copy in copies
+        if not _equal(state[first], copy)
+    ]
     by_rank = gather_objects(apart, world, f"weights of {path} with two names")
     _refuse(path, [*dict.fromkeys(text for texts in by_rank for text in texts)])
 
@@ -117,11 +123,3 @@ def _second_names(state: Mapping[str, Tensor]) -> list[tuple[str, str, Tensor]]:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether this rank's parts are equal bit by bit."""
     return torch.equal(*(local_part(tensor).flatten().view(torch.uint8) for tensor in (one, other)))
-
-
-def _untied(first: str, second: str) -> str:
-    return (
-        f"{first.removeprefix(MODEL)} and {second.removeprefix(MODEL)} are one here (tied) and two there: set "
-        f"modules.{module_of(first)}.config.tie_word_embeddings = false, or name the one to leave out in "
-        "checkpoint.exclude_from_loading"
-    )

@@ -346,15 +346,13 @@ def _other_options(world: World, optimizers: Iterable[torch.optim.Optimizer]) ->
 
 def _bytes(units: Sequence[Sequence[Key]], held: Mapping[Key, HeldTensor], ranks: int) -> np.ndarray:
     """`[units, ranks]`: what each rank holds of each."""
-    each = [
-        [held[key].dtype.itemsize * _elements(held[key].layout, held[key].shape, ranks) for key in u] for u in units
-    ]
-    return np.array([sum(unit) for unit in each]).reshape(len(units), ranks)
+    each = [sum(_bytes_of(held[key], ranks) for key in unit) for unit in units]
+    return np.array(each).reshape(len(units), ranks)
 
 
 @lru_cache(maxsize=4096)
-def _elements(layout: Layout, shape: tuple[int, ...], ranks: int) -> np.ndarray:
-    held = np.zeros(ranks, np.int64)
-    for rank in layout.mesh.ranks:
-        held[rank] = np.prod(layout.local_shape(shape, rank), dtype=np.int64)
-    return held
+def _bytes_of(held: HeldTensor, ranks: int) -> np.ndarray:
+    found = np.zeros(ranks, np.int64)
+    for rank in held.layout.mesh.ranks:
+        found[rank] = held.dtype.itemsize * np.prod(held.layout.local_shape(held.shape, rank), dtype=np.int64)
+    return found

@@ -213,6 +213,5 @@ def run_recipe(folder: Path) -> Recipe:
         raise RecipeError(
             f"{file} is no recipe of this version: {'.'.join(map(str, first['loc']))}: {first['msg']}"
         ) from error
-    if code is not None:
-        place_beside(recipe, code)
+    place_beside(recipe, code)
     return recipe

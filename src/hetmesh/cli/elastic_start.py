@@ -56,8 +56,7 @@ def agreed_recipe(path: Path, recipe: Recipe, overrides: Sequence[str], ranks: i
     if not found:
         return None
     agreed = Recipe.model_validate(freeze(from_json(found)))
-    if recipe.code_folder is not None:
-        place_beside(agreed, recipe.code_folder)
+    place_beside(agreed, recipe.code_folder)
     return agreed
 
 
@@ -99,8 +98,7 @@ def _planned_before(recipe: Recipe, ranks: int) -> list[NamedLayout]:
         found = load_recipe(file)
     except RecipeError:
         return []  # of another version, say: it is found anew
-    if recipe.code_folder is not None:
-        place_beside(found, recipe.code_folder)
+    place_beside(found, recipe.code_folder)
     found = found.model_copy(update={"elastic": recipe.elastic})
     return [] if other_run(recipe, found) or found.world_size != ranks else [NamedLayout(str(file), found)]
 

@@ -22,10 +22,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, the machine, and what the layout must keep to."""
+    add_layout_arguments(parser)
+    parser.add_argument("--ranks", metavar="N", type=int, help="how many there are; default: those of the recipe")
+    parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
+    parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")
+    parser.add_argument("--phase", metavar="N", type=int, help="plan for one phase of the data alone, 1 for the first")
+    parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
+    parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of verbs that look for a layout."""
     parser.add_argument("recipe", metavar="RECIPE", help="models, data and batch size; its layout counts for nothing")
     parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
     parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
-    parser.add_argument("--ranks", metavar="N", type=int, help="how many there are; default: those of the recipe")
     parser.add_argument(
         "--fix",
         metavar="KEY=VALUE",
@@ -33,11 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="keep to this: llm.tensor_parallel_degree=8, placement=disjoint, schedule=1F1B; may be repeated",
     )
-    parser.add_argument("--memory", metavar="GB", type=float, help="of a rank; default: nine tenths of the machine's")
-    parser.add_argument("--shown", metavar="N", type=int, default=2, help="layouts of each placement (default 2)")
-    parser.add_argument("--phase", metavar="N", type=int, help="plan for one phase of the data alone, 1 for the first")
-    parser.add_argument("--write", metavar="FILE.toml", help="also write the recipe with the fastest layout")
-    parser.add_argument("--draw", action="store_true", help="also print the step of the best layout of each placement")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

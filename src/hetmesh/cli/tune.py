@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hetmesh._processes import no_blas_threads
 from hetmesh.cli.launchers import find_place
-from hetmesh.cli.plan import fixed_keys
+from hetmesh.cli.plan import add_layout_arguments, fixed_keys
 from hetmesh.errors import LaunchError, UsageError
 from hetmesh.files import read_object, read_text, writing
 from hetmesh.recipe.recipe import load_recipe
@@ -24,17 +24,8 @@ MOST_STARTS = 20  # of workers, of which one died with a layout
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, what its layouts must keep to, and how long to measure."""
-    parser.add_argument("recipe", metavar="RECIPE", help="models, data and batch size; its layout counts for nothing")
-    parser.add_argument("--machine", metavar="NAME", help="a machine's name or TOML file; default: [metrics] machine")
-    parser.add_argument("--profile", metavar="FILE", help="what `hetmesh profile` wrote; default: [profiling] profile")
+    add_layout_arguments(parser)
     parser.add_argument("--ranks", metavar="N", type=int, help="default: those of the recipe, or of the launcher")
-    parser.add_argument(
-        "--fix",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="keep to this, as in `hetmesh plan`; may be repeated",
-    )
     parser.add_argument("--budget", metavar="SECONDS", type=float, help="begin no turn that would end later")
     parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
 

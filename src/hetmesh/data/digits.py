@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -145,8 +145,10 @@ class DigitsSource:
         images = tuple(pool[int(draw() * len(pool))] for _ in range(number))
         digits = [int(data_set()[1][i]) for i in images]
         answer = str(sum(digits)) if kind == "sum" else "".join(map(str, digits))
-        strips = self._strips(number, draw)
-        return Question(kind, f"{kind} {'<image>' * len(strips)}=", answer, images, strips)
+        strips: list[int] = []  # how many of the digits each image shows
+        while (rest := number - sum(strips)) > 0:
+            strips.append(min(rest, 1 + int(draw() * self.max_strip) if self.max_strip > 1 else 1))
+        return Question(kind, f"{kind} {'<image>' * len(strips)}=", answer, images, tuple(strips))
 
     def _number(self, drawn: float) -> int:
         """How many images a `read` question has, from a number drawn uniformly from 0 to 1."""
@@ -154,13 +156,6 @@ class DigitsSource:
             power = min(-math.log1p(-drawn) / self.tail, math.log(self.max_images + 1))
             return min(int(math.exp(power)), self.max_images)
         return 1 + int(drawn * self.max_images)
-
-    def _strips(self, number: int, draw: Callable[[], float]) -> tuple[int, ...]:
-        """How many of the digits each image shows."""
-        strips: list[int] = []
-        while (rest := number - sum(strips)) > 0:
-            strips.append(min(rest, 1 + int(draw() * self.max_strip) if self.max_strip > 1 else 1))
-        return tuple(strips)
 
     def meta(self, index: int) -> SampleMeta:
         """Metadata of sample `index`; the answer and the end token are the targets."""

@@ -126,7 +126,9 @@ class InWorkers(Payloads):
                     raise
                 if not torch.equal(seen, self._at):
                     since, seen = time.monotonic(), self._at.clone()
-                elif time.monotonic() - since >= (limit := self._time_limit()):
+                # A process that starts on a busy machine may take longer.
+                limit = self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START_SECONDS)
+                if time.monotonic() - since >= limit:
                     raise LoaderError(
                         f"loading {self._loading()} did not finish within {limit:g} s (worker processes of "
                         "[data] num_workers)"
@@ -144,10 +146,6 @@ class InWorkers(Payloads):
         if not self._known[wanted]:
             del self._known[wanted]
         return payload
-
-    def _time_limit(self) -> float:
-        """Seconds that workers may be at what they are at; a process that starts on a busy machine may take longer."""
-        return self.timeout if torch.any(self._at != IDLE) else max(self.timeout, START_SECONDS)
 
     def _loading(self) -> str:
         busy = [(self.sources.splits[split], index) for split, index in self._at.tolist() if index != IDLE]

@@ -70,7 +70,7 @@ class MetaArrays(Sequence[SampleMeta]):
         known = [SampleMeta("", 1) if isinstance(meta, str) else meta for meta in metas]
         media = [item for meta in known for item in meta.media]
         kinds = tuple(sorted({item.name for item in media}))
-        shapes = [_shape_columns(item) for item in media]
+        shapes = [(*item.shape, SIZE, *item.size) if item.size else item.shape for item in media]
         dims = max(map(len, shapes), default=0)
         items = [
             (kinds.index(item.name), item.position, item.rows, *shape, *[NO_DIM] * (dims - len(shape)))
@@ -230,10 +230,6 @@ class _Ids(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         start, end = self._metas.name_ends[index : index + 2].tolist()
         return self._metas.names[start:end].tobytes().decode()
-
-
-def _shape_columns(item: MediaItem) -> tuple[int, ...]:
-    return (*item.shape, SIZE, *item.size) if item.size else item.shape
 
 
 def shape_of(columns: Sequence[int]) -> tuple[int, ...]:

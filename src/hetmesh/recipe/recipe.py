@@ -66,7 +66,9 @@ class Recipe(sections.Section):
     @property
     def code_folder(self) -> str | None:
         """The folder of the recipe's file, where it names code (`place_beside`)."""
-        return next((table.folder for table in (self.data, *self.modules.values()) if table.folder is not None), None)
+        losses = (module.loss for module in self.modules.values() if module.loss is not None)
+        tables = (self.data, self.optimizer, *self.modules.values(), *losses)
+        return next((table.folder for table in tables if table.folder is not None), None)
 
     @property
     def llm(self) -> str:
@@ -151,8 +153,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def place_beside(recipe: Recipe, folder: str) -> None:
-    """Say in which folder the recipe's file lies, to the tables that name code, which may lie there too."""
+def place_beside(recipe: Recipe, folder: str | None) -> None:
+    """Say in which folder the recipe's file lies, to the tables that name code, which may lie there too; None: it is
+    not known."""
     for module in recipe.modules.values():
         if ":" in module.model:
             module.beside(folder)

@@ -49,12 +49,9 @@ def _edited(text: str, values: Mapping[tuple[str, ...], Any]) -> str:
     for path, value in values.items():
         table: Any = document
         for key in path[:-1]:
-            if isinstance(table, list):
-                table = table[int(key)]
-                continue
-            if key not in table:
+            if not isinstance(table, list) and key not in table:
                 table[key] = tomlkit.table()
-            table = table[key]
+            table = table[int(key) if isinstance(table, list) else key]
         last = int(path[-1]) if isinstance(table, list) else path[-1]
         table[last] = _tables(value) if isinstance(value, Mapping) else value
     return tomlkit.dumps(document)

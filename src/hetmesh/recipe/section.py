@@ -72,7 +72,7 @@ class NamesCode(Section):
         """The folder of the file that the recipe was read from, if it names code."""
         return self._folder
 
-    def beside(self, folder: str) -> None:
+    def beside(self, folder: str | None) -> None:
         """Say where the recipe's file lies."""
         self._folder = folder
 

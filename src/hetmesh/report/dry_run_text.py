@@ -43,7 +43,11 @@ def _group(group: RankGroup) -> Iterator[str]:
     error = f"{100 * group.memory_error:.0f}% {sign}"
     yield f"explained  {bytes_text(group.predicted.tensors)}, {error}: most of it {most_of_it}"
     yield from ("", "bytes alive by kind of action        before      peak     after")
-    for name, spans in _by_kind(run.actions).items():
+    kinds: dict[str, list[SpanBytes]] = {}  # of actions, and their targets, over all microbatches
+    for span in run.actions:
+        action: Any = span.label
+        kinds.setdefault(f"{action.kind.value} {action.target}", []).append(span)
+    for name, spans in kinds.items():
         most = max(spans, key=lambda span: span.peak)
         yield f"  {name:<32} {bytes_text(most.before):>9} {bytes_text(most.peak):>9} {bytes_text(most.after):>9}"
     yield from ("", "work by module            kernels    TFLOPs  collectives     bytes")
@@ -68,15 +72,6 @@ def _waits(run: DryRun) -> Iterator[str]:
         for (line, model, what), count in lines.most_common():
             yield f"  {count:>5} {line} ({what})" + (f" for {model}" if model else "")
     yield f"waits with a timeout, which hold up the host on NCCL: {run.timed_waits}"
-
-
-def _by_kind(actions: tuple[SpanBytes, ...]) -> dict[str, list[SpanBytes]]:
-    """Of each kind of action and target, over all microbatches."""
-    found: dict[str, list[SpanBytes]] = {}
-    for span in actions:
-        action: Any = span.label
-        found.setdefault(f"{action.kind.value} {action.target}", []).append(span)
-    return found
 
 
 def dry_run_json(runs: DryRuns) -> dict[str, Any]:

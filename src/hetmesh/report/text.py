@@ -39,7 +39,9 @@ def _lines(view: RecipeView, width: int) -> Iterator[str]:
         f"  {counted(view.process_groups, 'process group')}, at most {view.process_groups_per_rank} on one rank, on "
         "NCCL: per mesh axis, for the messages of edges and of context parallelism, and one of all ranks"
     )
-    yield from _sharded(view)
+    for once, how in ((True, "once per step, and holds them whole meanwhile"), (False, "in every microbatch")):
+        if names := [module.name for module in view.modules if module.once_per_step is once]:
+            yield f"  FSDP gathers parameters and sums gradients {how}: {', '.join(names)}"
     yield from _stages(view)
     yield from ("", f"deferral is {view.deferral}")
     yield from _held(view)
@@ -98,12 +100,6 @@ def _module_cells(module: ModuleView) -> Sequence[str]:
         *((amount(flops.forward), amount(flops.backward)) if flops else ("?", "?")),
         f"{module.imbalance:.2f}",
     )
-
-
-def _sharded(view: RecipeView) -> Iterator[str]:
-    for once, how in ((True, "once per step, and holds them whole meanwhile"), (False, "in every microbatch")):
-        if names := [module.name for module in view.modules if module.once_per_step is once]:
-            yield f"  FSDP gathers parameters and sums gradients {how}: {', '.join(names)}"
 
 
 def _stages(view: RecipeView) -> Iterator[str]:

@@ -155,11 +155,8 @@ class RecipeView:
 
     def as_json(self) -> dict[str, Any]:
         """The same in what JSON knows."""
-        return asdict(self) | {"fit": None if self.fit is None else fit_json(self.fit)}
-
-
-def fit_json(fit: MemoryFit) -> dict[str, Any]:
-    """The verdict and what ranks hold, as plain values."""
-    keys = ("machine", "memory_bytes", "fits", "fullest", "peak_bytes", "spare_bytes", "samples", "drawn")
-    plain = {key: getattr(fit, key) for key in keys} | ({} if fit.memory_bytes else {"spare_bytes": None})
-    return plain | {"ranks": {rank: asdict(memory) for rank, memory in fit.ranks.items()}}
+        if (fit := self.fit) is None:
+            return asdict(self)
+        keys = ("machine", "memory_bytes", "fits", "fullest", "peak_bytes", "spare_bytes", "samples", "drawn")
+        plain = {key: getattr(fit, key) for key in keys} | ({} if fit.memory_bytes else {"spare_bytes": None})
+        return asdict(self) | {"fit": plain | {"ranks": {rank: asdict(memory) for rank, memory in fit.ranks.items()}}}

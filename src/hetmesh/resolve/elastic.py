@@ -69,11 +69,8 @@ def check_layouts(layouts: Sequence[NamedLayout]) -> str:
     the recipe itself."""
     refusals = Refusals()
     for layout in layouts[1:]:
-        try:
+        with refusals.collect(f"elastic.layouts: {layout.name}: "):
             resolve(layout.recipe)
-        except RecipeError as error:
-            for line in str(error).split("\n"):
-                refusals.add(f"elastic.layouts: {layout.name}: {line}")
     refusals.finish()
     return f"elastic: layouts of {', '.join(f'{layout.ranks} ranks ({layout.name})' for layout in layouts)}"
 

@@ -61,7 +61,13 @@ def recipe_problem(
         UsageError: a key of `fixed` that there is not, or a value that is not valid.
     """
     recipe, adapters = resolved.recipe, resolved.adapters
-    _check_packing(recipe, adapters)
+    for name, adapter in adapters.items():
+        # Experts get no padding; what context parallelism or a single sample spares the recipe, no other layout would.
+        if adapter.abilities.experts is not None and not packs_anyway(recipe, name):
+            raise RecipeError(
+                f"modules.{name}: most layouts of a {recipe.modules[name].model} need its samples in one row; set "
+                "training.pack_samples = true"
+            )
     plain = replace(resolved, graph=_without_layout(recipe, resolved.graph))
     graph, model, loader = plain.graph, plain.step_model(machine, profile), resolved.loader()
     steps, size = steps or range(recipe.training.steps), recipe.batch.global_batch_size
@@ -103,16 +109,6 @@ def certified(problem: Problem, macro: MacroBatch | None) -> tuple[Problem, int]
     most = max(min(MAX_SIMULATED, MAX_SAMPLES // size), SIMULATED)
     batches = SIMULATED if macro is None else min(max(holds, SIMULATED), most)
     return replace(problem, window=min(max(holds, BATCHES), there)), batches
-
-
-def _check_packing(recipe: Recipe, adapters: Mapping[str, Adapter]) -> None:
-    """Experts get no padding; what context parallelism or a single sample spares the recipe, no other layout would."""
-    for name, adapter in adapters.items():
-        if adapter.abilities.experts is not None and not packs_anyway(recipe, name):
-            raise RecipeError(
-                f"modules.{name}: most layouts of a {recipe.modules[name].model} need its samples in one row; set "
-                "training.pack_samples = true"
-            )
 
 
 def _without_layout(recipe: Recipe, graph: ModuleGraph) -> ModuleGraph:

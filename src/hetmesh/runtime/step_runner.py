@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -119,7 +119,9 @@ class StepRunner:
         def compute() -> Outputs:
             # Without a gradient nothing is kept for a backward: a frozen encoder holds no activations.
             needed, split = schedule.training and stage in stages.backward_stages, stage in schedule.split
-            with torch.set_grad_enabled(needed), self._offloading(stage), backward_in_two_parts(split):
+            parameters, accelerator = self.runtime.modules[stage].parameters(), self.runtime.world.accelerator
+            offloaded = activations_on_host(parameters, accelerator) if stage in schedule.offload else nullcontext()
+            with torch.set_grad_enabled(needed), offloaded, backward_in_two_parts(split):
                 return self._run(stage, m, batch, inputs)
 
         def complete() -> Outputs:
@@ -158,11 +160,6 @@ class StepRunner:
     def _observer(self, stage: Stage, m: int) -> Callable[[Tensor, Mapping[str, Tensor]], None] | None:
         observe = self.observe.get(stage.module) if stage in self.schedule.stages.losses else None
         return None if observe is None else partial(observe, m)
-
-    def _offloading(self, stage: Stage) -> AbstractContextManager[object]:
-        if stage not in self.schedule.offload:
-            return nullcontext()
-        return activations_on_host(self.runtime.modules[stage].parameters(), self.runtime.world.accelerator)
 
     def _outputs_and_gradients(self, stage: Stage, m: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The outputs of a forward, on their autograd graph, and their gradients."""

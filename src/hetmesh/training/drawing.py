@@ -18,7 +18,6 @@ from hetmesh.data.drawn import DrawnBatch
 from hetmesh.data.loader import Loader
 from hetmesh.data.source import Source
 from hetmesh.graph import Stage
-from hetmesh.models.adapter import Adapter
 from hetmesh.models.draws import EVALUATION
 from hetmesh.models.generator import GeneratorAdapter
 from hetmesh.training.evaluate import draw_held_out, evaluating
@@ -28,11 +27,10 @@ from hetmesh.training.unreadable import leave_out_unreadable
 
 def drawers(job: Job) -> list[str]:
     """The modules that make media items by flow matching, from nothing but the LLM's hidden states."""
-    return [name for name in job.graph.order if _flows_alone(job.adapters[name])]
-
-
-def _flows_alone(adapter: Adapter) -> bool:
-    return isinstance(adapter, GeneratorAdapter) and adapter.encoder is None and adapter.abilities.draws > 0
+    adapters = {
+        name: adapter for name in job.graph.order if isinstance(adapter := job.adapters[name], GeneratorAdapter)
+    }
+    return [name for name, adapter in adapters.items() if adapter.encoder is None and adapter.abilities.draws > 0]
 
 
 def draw_items(job: Job, source: Source, name: str, limit: int | None = None) -> dict[int, Tensor]:

@@ -75,7 +75,10 @@ def by_transformers(
     own = preparation.untouched
     items = iter(opened)
     messages = [
-        {**turn, "content": [_with_item(part_, items) for part_ in turn["content"]]}
+        {
+            **turn,
+            "content": [dict(p) if p["type"] == "text" else {**p, p["type"]: next(items)} for p in turn["content"]],
+        }
         if isinstance(turn["content"], list)
         else turn
         for turn in turns
@@ -125,10 +128,6 @@ def _opened(preparation: Preparation, kind: str, blob: Blob) -> Any:
         file.flush()
         frames, metadata = hf("video_utils.load_video")(file.name)
     return Clip(frames, metadata)
-
-
-def _with_item(part: Mapping[str, Any], items: Any) -> dict[str, Any]:
-    return dict(part) if part["type"] == "text" else {**part, part["type"]: next(items)}
 
 
 def _check_tensors(sample: Sample, made: Mapping[str, Any], own: Any) -> None:

@@ -42,7 +42,7 @@ def padded_mixers(decoder: Any, blocks: Mapping[str, nn.Module], name: str, axes
     for other in blocks.values():
         other.__dict__.pop("forward", None)
         if other is not block:
-            other.forward = _hand_on
+            other.forward = lambda hidden_states, *_, **__: hidden_states
     for part in decoder.modules():
         names = inspect.signature(part.forward).parameters.keys()
         if part is not decoder and CACHES & names and "input_ids" in names:
@@ -81,10 +81,6 @@ def padded_mixers(decoder: Any, blocks: Mapping[str, nn.Module], name: str, axes
                 return padded
             why = "samples in one row change each other's results"
     return why
-
-
-def _hand_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden_states
 
 
 def _mixed(decoder: Any, parts: Sequence[nn.Module], tokens: Tensor, axes: tuple[int, ...], **more: Any) -> Tensor:

@@ -301,7 +301,7 @@ def declared_abilities(example: nn.Module, layers: tuple[str, ...], request: Ada
     return Abilities(
         activation=_activation(example, request, padded=llm),
         token_sharded=_token_sharded(example, layers, request),
-        use_packed=_nothing_to_prepare if llm and packed else None,
+        use_packed=(lambda _: None) if llm and packed else None,  # it reads the attention of samples from its batch
         reasons={
             "activation": f"{kind} declares no `activation`, what passes between its layers; {page}",
             "token_sharded": f"{kind} declares no `token_sharded`, its layers that work on a share of the tokens; "
@@ -342,10 +342,6 @@ def _token_sharded(example: nn.Module, layers: tuple[str, ...], request: Adapter
 
 def _is_names(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)
-
-
-def _nothing_to_prepare(module: nn.Module) -> None:
-    """The module reads the attention of packed samples from its batch."""
 
 
 def _error(request: AdapterRequest, example: nn.Module, name: str, given: object, problem: str) -> RecipeError:
