@@ -301,6 +301,13 @@ def test_a_layout_that_runs_out_of_memory_corrects_what_is_held():
     assert 0 < corrected_memory(layouts, unknown, tuner.findings).memory_bytes <= min(failed) * 10 / 9
 
 
+def test_processes_that_died_say_nothing_of_memory():
+    """They may have been killed from outside, twice."""
+    layouts, unknown = MadeLayouts(), replace(TRUE, memory_bytes=0)
+    died = Findings(each=[Finding(next(iter(layouts.plans)), failed=DIED)])
+    assert corrected_memory(layouts, unknown, died) == unknown
+
+
 def test_a_measured_peak_corrects_the_context():
     layouts = MadeLayouts()
     name = next(iter(layouts.plans))
@@ -345,6 +352,9 @@ options = { kinds = {} }
 local_batch_size = 4
 [parallelism.llm]
 ranks = [0]
+[comm]
+init_timeout_seconds = 15
+train_timeout_seconds = 15
 """
 FAILS_ONCE = """
 import os, torch
@@ -355,7 +365,7 @@ class FailsOnce(RandomMedia):
 
     def load(self, *args, **kwargs):
         FailsOnce.loaded += 1
-        if os.environ["RANK"] == "1" and FailsOnce.loaded == 3:
+        if os.environ["RANK"] == "1" and FailsOnce.loaded == int(os.environ["FAILS_AT"]):
             raise torch.OutOfMemoryError("made here")
         return super().load(*args, **kwargs)
 """
@@ -366,8 +376,11 @@ def command(*arguments):
 
 
 @pytest.mark.slow
-def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, start_forked):
-    """Rank 1 runs out of memory in the first turn, in the middle of a step: both ranks go on in the same processes."""
+@pytest.mark.parametrize("fails_at", [3, 1])
+def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, start_forked, monkeypatch, fails_at):
+    """Rank 1 runs out of memory in the first turn, in the middle of a step or before it has met rank 0 in the groups of
+    a module: both ranks go on in the same processes."""
+    monkeypatch.setenv("FAILS_AT", str(fails_at))
     (tmp_path / "failing.py").write_text(FAILS_ONCE)
     (tmp_path / "tiny.toml").write_text(TINY)
     folder = tmp_path / "out"
@@ -388,6 +401,24 @@ def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, 
     assert machine.operation_overhead > 0
     assert "failed" in out
     assert "OutOfMemoryError" in (folder / "tune.html").read_text()
+
+
+def test_a_signal_to_the_command_condemns_no_layout(tmp_path, monkeypatch, capsys):
+    """Once for each start: otherwise the layout whose turn it was twice would have failed."""
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    path = tmp_path / "tune.json"
+
+    def stopped(*_):
+        Findings("a", path, [Finding("other", (1.0,))]).begin("one")
+        raise SystemExit(143)
+
+    monkeypatch.setattr("hetmesh.cli.launch.launch", stopped)
+    with pytest.raises(SystemExit):
+        main(["tune", str(tmp_path / "tiny.toml"), "--output", str(tmp_path)])
+    assert "stopped after 1 turn; the same command goes on" in capsys.readouterr().out
+    found = Findings.load(path, "a")
+    assert (found.running, found.begun, len(found.each)) == ("", 0, 1)
+    assert f"goes on after 1 turn in {path}" in capsys.readouterr().out
 
 
 def test_wrong_arguments_are_errors(tmp_path, capsys):

@@ -13,7 +13,8 @@ from hetmesh._processes import no_blas_threads
 from hetmesh.cli.launchers import find_place
 from hetmesh.cli.plan import fixed_keys
 from hetmesh.errors import LaunchError, UsageError
-from hetmesh.files import read_object, read_text, writing
+from hetmesh.files import read_object, read_text, write_json, writing
+from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import load_recipe
 
 if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
@@ -35,7 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="keep to this, as in `hetmesh plan`; may be repeated",
     )
-    parser.add_argument("--budget", metavar="SECONDS", type=float, help="begin no turn that would end later")
+    parser.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=float,
+        help="of turns, also of earlier starts; planning and fits come on top",
+    )
     parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
 
 
@@ -67,7 +73,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             running = read_object(folder / STATE_FILE).get("running")
             if place is not None or not running:
                 raise
-            print(f"{running}: a worker ended ({error}); going on after it", flush=True)
+            print(f"{running}: a worker ended ({error}); starting again", flush=True)
+        except (KeyboardInterrupt, SystemExit):  # no layout's fault
+            if place is None and (found := read_object(folder / STATE_FILE)):
+                write_json(folder / STATE_FILE, found | {"running": "", "begun": 0}, indent=1)
+                print(f"stopped after {counted(len(found['findings']), 'turn')}; the same command goes on", flush=True)
+            raise
     raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import Machine
-from hetmesh.training.tune.findings import DIED, Findings
+from hetmesh.training.tune.findings import Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 
 LEAST = {
@@ -123,8 +123,8 @@ def _residuals(findings: Findings, name: str, measured: Mapping[str, float], gue
 def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings) -> Machine:
     """The machine whose ranks hold so much beside what is predicted that measured peaks and layouts that ran out of
     memory are explained: in `context_bytes`; where its memory is not known, it is less than what these take."""
-    limit = layouts.limit(machine)  # where it is not known, the system ends processes
-    full_names = {own.layout for own in findings.each if own.out_of_memory or (not limit and own.failed == DIED)}
+    limit = layouts.limit(machine)
+    full_names = {own.layout for own in findings.each if own.out_of_memory}
     names = {own.layout for own in findings.each if own.peak_bytes} | full_names
     guesses = layouts.guesses(machine, sorted(names & layouts.plans.keys()))
     full = [own for name, own in guesses.items() if name in full_names]
