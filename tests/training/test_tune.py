@@ -410,7 +410,7 @@ def test_a_signal_to_the_command_condemns_no_layout(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("hetmesh.cli.launch.launch", stopped)
     with pytest.raises(SystemExit):
         main(["tune", str(tmp_path / "tiny.toml"), "--output", str(tmp_path)])
-    assert "stopped after 1 turn; the same command goes on" in capsys.readouterr().out
+    assert "stopped; the same command goes on after turn 1" in capsys.readouterr().out
     found = Findings.load(path, "a")
     assert (found.running, found.begun, len(found.each)) == ("", 0, 1)
     assert f"goes on after 1 turn in {path}" in capsys.readouterr().out

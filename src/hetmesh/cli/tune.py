@@ -14,7 +14,6 @@ from hetmesh.cli.launchers import find_place
 from hetmesh.cli.plan import fixed_keys
 from hetmesh.errors import LaunchError, UsageError
 from hetmesh.files import read_object, read_text, write_json, writing
-from hetmesh.formatting import counted
 from hetmesh.recipe.recipe import load_recipe
 
 if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
@@ -36,12 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="keep to this, as in `hetmesh plan`; may be repeated",
     )
-    parser.add_argument(
-        "--budget",
-        metavar="SECONDS",
-        type=float,
-        help="of turns, also of earlier starts; planning and fits come on top",
-    )
+    parser.add_argument("--budget", metavar="SECONDS", type=float, help="of turns; planning and fits come on top")
     parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
 
 
@@ -77,7 +71,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         except (KeyboardInterrupt, SystemExit):  # no layout's fault
             if place is None and (found := read_object(folder / STATE_FILE)):
                 write_json(folder / STATE_FILE, found | {"running": "", "begun": 0}, indent=1)
-                print(f"stopped after {counted(len(found['findings']), 'turn')}; the same command goes on", flush=True)
+                print(f"stopped; the same command goes on after turn {len(found.get('findings', ()))}", flush=True)
             raise
     raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
