@@ -53,7 +53,7 @@ def random_problem(seed):
         memory_bandwidth=machine.memory_bandwidth / slower,
         node_bandwidth=machine.node_bandwidth / float(rng.choice([1, 30, 1000])),
         operation_overhead=machine.operation_overhead / float(rng.choice([1, 10])),
-        launch_overhead=machine.launch_overhead * float(rng.choice([0, 0, 0.01, 1])),
+        launch_overhead=0.0,
         context_bytes=0,  # beside which these models are nothing
         communicator_bytes=0,
     )

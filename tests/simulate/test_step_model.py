@@ -215,13 +215,13 @@ def test_launching_counts_what_routes_tokens_to_experts():
     keys = [f"--parallelism.llm.{key}" for key in ("ranks=2-3", "data_parallel_replicate_degree=2")]
     launching = replace(MACHINE, launch_overhead=1.0)
     seconds = {
-        degree: [
+        degree: next(
             (cost.forward, cost.backward)
             for (stage, _), cost in costs_of(
                 "digits_moe.toml", *keys, f"--parallelism.llm.expert_parallel_degree={degree}", machine=launching
             ).stages.items()
             if stage == LLM
-        ][0]
+        )
         for degree in (1, 2)
     }
     forward, backward = (b - a for a, b in zip(seconds[1], seconds[2], strict=True))

@@ -17,6 +17,7 @@ from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import ModulePlan
 from hetmesh.recipe.recipe import load_recipe
 from hetmesh.training.environment import open_payloads
+from hetmesh.training.tune import tuner as tuning
 from hetmesh.training.tune.constants import corrected_memory, fit_constants, fitted_names, with_factors
 from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
@@ -320,6 +321,13 @@ def test_a_layout_that_runs_out_of_memory_corrects_what_is_held():
     )
 
 
+def test_processes_that_died_say_nothing_of_memory():
+    """They may have been killed from outside, twice."""
+    layouts, unknown = MadeLayouts(), replace(TRUE, memory_bytes=0)
+    died = Findings(each=[Finding(next(iter(layouts.plans)), failed=DIED)])
+    assert corrected_memory(layouts, unknown, died) == unknown
+
+
 def test_a_measured_peak_corrects_the_context():
     layouts = MadeLayouts()
     name = next(iter(layouts.plans))
@@ -407,6 +415,39 @@ def test_the_command_finds_a_layout_behind_one_that_fails_on_one_rank(tmp_path, 
     assert machine.operation_overhead > 0
     assert "failed" in out
     assert "OutOfMemoryError" in (folder / "tune.html").read_text()
+
+
+def test_a_signal_to_the_command_condemns_no_layout(tmp_path, monkeypatch, capsys):
+    """Once for each start: otherwise the layout whose turn it was twice would have failed."""
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    path = tmp_path / "tune.json"
+
+    def stopped(*_):
+        Findings("a", path, [Finding("other", (1.0,))]).begin("one")
+        raise SystemExit(143)
+
+    monkeypatch.setattr("hetmesh.cli.launch.launch", stopped)
+    with pytest.raises(SystemExit):
+        main(["tune", str(tmp_path / "tiny.toml"), "--output", str(tmp_path)])
+    assert "stopped; the same command goes on after turn 1" in capsys.readouterr().out
+    found = Findings.load(path, "a")
+    assert (found.running, found.begun, len(found.each)) == ("", 0, 1)
+    assert f"goes on after 1 turn in {path}" in capsys.readouterr().out
+
+
+def test_a_rank_on_which_a_layout_fails_waits_for_those_that_wait_for_it(tmp_path, monkeypatch):
+    """Where no connection breaks, they notice after the timeout, and then are to find that rank in the new job."""
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    asked = tuning.Asked(load_recipe(tmp_path / "tiny.toml"), "tiny.toml", "")
+    joined, turns = [], [("made", "", 2), None]
+    world = SimpleNamespace(rank=1, device=None, accelerator=Accelerator("cpu"), close=lambda: None)
+    monkeypatch.setattr(tuning, "init", lambda **timeouts: joined.append(timeouts) or world)
+    monkeypatch.setattr(tuning, "choose_kernels", lambda *_: None)
+    monkeypatch.setattr(tuning, "_agreed", lambda *_: turns.pop(0))
+    monkeypatch.setattr(tuning, "gather_objects", lambda said, *_: [said])
+    tuning.tune(asked, print)  # a recipe without a text fails
+    first, again = joined
+    assert again["init_timeout"] > again["timeout"] == first["timeout"]
 
 
 def test_wrong_arguments_are_errors(tmp_path, capsys):

@@ -13,7 +13,7 @@ from hetmesh._processes import no_blas_threads
 from hetmesh.cli.launchers import find_place
 from hetmesh.cli.plan import add_layout_arguments, fixed_keys
 from hetmesh.errors import LaunchError, UsageError
-from hetmesh.files import read_object, read_text, writing
+from hetmesh.files import read_object, read_text, write_json, writing
 from hetmesh.recipe.recipe import load_recipe
 
 if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, what its layouts must keep to, and how long to measure."""
     add_layout_arguments(parser)
     parser.add_argument("--ranks", metavar="N", type=int, help="default: those of the recipe, or of the launcher")
-    parser.add_argument("--budget", metavar="SECONDS", type=float, help="begin no turn that would end later")
+    parser.add_argument("--budget", metavar="SECONDS", type=float, help="of turns; planning and fits come on top")
     parser.add_argument("--output", metavar="FOLDER", help="default: tune in the recipe's dump_folder")
 
 
@@ -58,7 +58,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             running = read_object(folder / STATE_FILE).get("running")
             if place is not None or not running:
                 raise
-            print(f"{running}: a worker ended ({error}); going on after it", flush=True)
+            print(f"{running}: a worker ended ({error}); starting again", flush=True)
+        except (KeyboardInterrupt, SystemExit):  # no layout's fault
+            if place is None and (found := read_object(folder / STATE_FILE)):
+                write_json(folder / STATE_FILE, found | {"running": "", "begun": 0}, indent=1)
+                print(f"stopped; the same command goes on after turn {len(found.get('findings', ()))}", flush=True)
+            raise
     raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
 

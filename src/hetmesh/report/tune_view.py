@@ -23,7 +23,7 @@ SHOWN = 12  # layouts that never ran, the fastest first
 def turn_line(tuner: Tuner) -> str:
     """The newest turn."""
     findings, finding = tuner.findings, tuner.findings.each[-1]
-    said = finding.failed or f"{1e3 * findings.seconds[finding.layout]:.1f} ms a step"
+    said = f"failed: {finding.failed}" if finding.failed else f"{1e3 * findings.seconds[finding.layout]:.1f} ms a step"
     predicted = f"predicted {1e3 * tuner.before[finding.layout]:.1f}" if finding.layout in tuner.before else ""
     return f"turn {len(findings.each)}  {said}  {predicted}  {finding.layout}"
 
@@ -57,8 +57,9 @@ def _summary(tuner: Tuner) -> tuple[str, str]:
     """Which layout is fastest, and what was done to know it."""
     findings, best = tuner.findings, tuner.best
     turns, layouts = counted(len(findings.each), "turn"), counted(len(tuner.layouts.plans), "layout")
-    scatter = f"steps scatter by {findings.scatter:.1%}"
-    done = f"{turns} of {len(findings.seconds)} of {layouts} in {findings.spent_s:.0f} s; {scatter}"
+    done = f"{turns} of {len(findings.seconds)} of {layouts} in {findings.spent_s:.0f} s"
+    if findings.seconds:
+        done += f"; steps, all at the pace of the median turn, scatter by {findings.scatter:.1%}"
     if tuner.untried is not None:
         done += f"; the budget of {tuner.budget:g} s ended it before a turn of {tuner.untried.layout}"
     if best is None:

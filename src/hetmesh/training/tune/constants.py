@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hetmesh.cost import Machine
-from hetmesh.training.tune.findings import DIED, Findings
+from hetmesh.training.tune.findings import Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 
 LEAST = {
@@ -124,8 +124,8 @@ def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings, gue
     """The machine whose ranks hold so much beside what is predicted that measured peaks and layouts that ran out of
     memory are explained: in `context_bytes`; where its memory is not known, it is less than what these take. `guesses`:
     of all layouts on `machine`."""
-    limit = layouts.limit(machine)  # where it is not known, the system ends processes
-    full_names = {own.layout for own in findings.each if own.out_of_memory or (not limit and own.failed == DIED)}
+    limit = layouts.limit(machine)
+    full_names = {own.layout for own in findings.each if own.out_of_memory}
     full = [own for name, own in guesses.items() if name in full_names]
     if full and not limit:
         limit = min(own.peak_bytes + own.reserved for own in full) - 1

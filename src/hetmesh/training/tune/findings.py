@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hetmesh.errors import UsageError
 from hetmesh.files import from_json, read_file, write_json
+from hetmesh.formatting import counted
 
 USUAL_SCATTER, LEAST_SCATTER = 0.04, 0.005
 """Of a step: as one turn that says so, until others do; and no clock and no machine is better."""
@@ -92,6 +93,8 @@ class Findings:
             return cls(of, path)
         if found.begun > 1:
             found.add(Finding(found.running, failed=DIED))
+        if found.each:
+            print(f"goes on after {counted(len(found.each), 'turn')} in {path}", flush=True)
         return found
 
     def begin(self, layout: str) -> None:

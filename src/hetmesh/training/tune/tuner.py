@@ -184,8 +184,8 @@ def tune(asked: Asked, report: Callable[[Tuner], None]) -> Tuner | None:
                 else:
                     said = ""
                 gc.collect()
-                if said:
-                    world = init(timeout=timeout, init_timeout=timeout)
+                if said:  # a rank that waits for one that it never met notices after `timeout`
+                    world = init(timeout=timeout, init_timeout=2 * timeout)
                     ranks = Ranks(world, payloads)
                     found = _failed(layout, gather_objects((said, full), world, "why a layout failed"), started)
                 if deciding is not None:
