@@ -251,7 +251,6 @@ def test_frozen_aware_and_blind_cuts_differ(load, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_filled_bubbles_are_measured_and_predicted(load):
     bubble = load("benchmarks.bubble")
     sizes = ("--width", "16", "--layers", "2", "--vision-layers", "1", "--microbatches", "2", "--microbatch", "2")
