@@ -206,6 +206,31 @@ def test_steps_are_compared_at_one_pace():
     assert Findings(each=[replace(slow, pace=0.0)]).seconds == {"a": pytest.approx(2.1)}  # no pace is known
 
 
+def test_a_leader_that_was_disturbed_runs_again():
+    """At another pace steps were 3.1 times as long, and are taken to be half as long: calm ones say otherwise."""
+    layouts = MadeLayouts(PLANS[:FIRST])
+    first, *others = layouts.plans
+    each = [Finding(first, (1.5, 1.5), pace=0.3), *[Finding(name, (1.0, 1.0), pace=0.1) for name in others]]
+    guesses = dict.fromkeys(layouts.plans, Guess(1.0))
+    findings = Findings(each=each)
+    assert findings.seconds[first] == pytest.approx(0.5)
+    assert findings.calm == {*others}
+    assert next_turn(rank(layouts, guesses, findings), findings, set()) == (first, STEPS)
+    findings.add(Finding(first, (1.1,) * STEPS, pace=0.1))
+    assert findings.seconds[first] == 1.1
+    assert first in findings.calm
+
+
+@pytest.mark.parametrize(("same", "failed"), [(True, FIRST), (False, 20)])
+def test_a_search_ends_where_all_fail_alike(same, failed):
+    tuner, count = Tuner(MadeLayouts(), TRUE, Findings()), 0
+    while count < 20 and (turn := tuner.next()) is not None:
+        tuner.add(Finding(turn.layout, failed=f"rank 0: KeyError: {'label' if same else count % 2}"))
+        count += 1
+    assert count == failed
+    assert tuner.best is None
+
+
 def test_steps_count_in_proportion_to_their_tokens():
     """As all turns take the same batches, a turn of the first two would else look faster than one of all."""
     tokens = [10, 20, 30, 20]
@@ -325,7 +350,7 @@ def test_processes_that_died_say_nothing_of_memory():
     """They may have been killed from outside, twice."""
     layouts, unknown = MadeLayouts(), replace(TRUE, memory_bytes=0)
     died = Findings(each=[Finding(next(iter(layouts.plans)), failed=DIED)])
-    assert corrected_memory(layouts, unknown, died) == unknown
+    assert corrected_memory(layouts, unknown, died, layouts.guesses(unknown)) == unknown
 
 
 def test_a_measured_peak_corrects_the_context():

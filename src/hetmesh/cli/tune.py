@@ -19,8 +19,6 @@ from hetmesh.recipe.recipe import load_recipe
 if TYPE_CHECKING:  # numpy's threads would keep workers from being forked
     from hetmesh.training.tune.tuner import Asked
 
-MOST_STARTS = 20  # of workers, of which one died with a layout
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe, what its layouts must keep to, and how long to measure."""
@@ -50,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     ranks = args.ranks or (recipe.world_size if place is None else place.size)
     search = args.machine, args.profile, fixed_keys(args.fix), args.budget, folder
     asked = Asked(recipe, args.recipe, read_text(args.recipe), tuple(overrides), ranks, *search)
-    for _ in range(MOST_STARTS):
+    while True:  # a layout with which workers died twice has failed
         try:
             launch(_tune, asked.ranks, asked)
             return 0
@@ -64,7 +62,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
                 write_json(folder / STATE_FILE, found | {"running": "", "begun": 0}, indent=1)
                 print(f"stopped; the same command goes on after turn {len(found.get('findings', ()))}", flush=True)
             raise
-    raise LaunchError(f"workers ended {MOST_STARTS} times; what was measured is in {folder / STATE_FILE}")
 
 
 def _tune(asked: Asked) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from hetmesh.cost import LayerShape, Parts, Work
 from hetmesh.cost.layer_time import Rates, layer_time
-from hetmesh.cost.step_costs import COLLECTIVE
+from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 
 MATRICES = {"attention": 4, "mlp": 2}
 """How many there are in each kind of computation."""
@@ -95,6 +95,16 @@ def joined(parts: Iterable[tuple[str, float]]) -> Parts:
         else:
             out.append((kind, seconds))
     return tuple(out)
+
+
+def filled(parts: list[tuple[str, float]], seconds: float, collectives: float) -> Parts:
+    """`parts`, with gathers and keys that are waited for in front; computation takes what `collectives` leave of
+    `seconds`, which may be longer as the host launches it."""
+    sums = sum(part for kind, part in parts if kind == COLLECTIVE)
+    longer = (seconds - collectives) / (sum(part for _, part in parts) - sums or 1.0)
+    rest = collectives - sums
+    scaled = ((kind, part if kind == COLLECTIVE else longer * part) for kind, part in parts)
+    return joined([(EXCHANGE, rest if rest > 1e-9 * seconds else 0.0), *scaled])
 
 
 def _alternating(some: Iterable[LayerPiece], seconds: float, sums: float) -> Parts:

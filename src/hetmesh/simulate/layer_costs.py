@@ -6,6 +6,7 @@ functions in `hetmesh.cost` give the coefficients, so a microbatch costs a produ
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 
@@ -37,6 +38,10 @@ PARTS = (
 """Columns of coefficients: the seconds of `LayerTime`, of tensor parallelism's sums and the exchange between experts,
 and bytes of activations; the last three are of a moment, of which a stage has the largest and not the sum."""
 
+_ROUTED = np.array([[9, 3], [17, 7]])
+"""Operations of routing tokens to experts, forward and backward, beyond the router's product; and where experts lie on
+several ranks. Of 96 and 72 calls of torch around the products in `ExpertBlock`, or 161 and 106, where a layer makes 7.5
+per operation of its (counted by a dispatch mode)."""
 _BASE = Work(1 << 10, 1 << 20, 1 << 10)
 _STEPS = (Work(1 << 10), Work(0, 1 << 20), Work(0, 0, 1 << 10))
 
@@ -63,6 +68,18 @@ class LayerCosts:
             constant = base - sum(s * n for s, n in zip(slopes, (_BASE.rows, _BASE.pairs, _BASE.targets), strict=True))
             self._known[layer, how] = np.stack([np.where(np.abs(constant) < 1e-12, 0.0, constant), *slopes])
         return self._known[layer, how]
+
+    def launches(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
+        """Seconds for which the host launches the operations of a forward, of a backward's part for the input with what
+        is computed again, and of that for the parameters; float64 `[3]`. A profile's seconds include them, and what
+        torch.compile leaves of them is not known."""
+        if how.compiled or self.profile is not None:
+            return np.zeros(3)
+        rates, flags = Rates(math.inf, overhead=1.0), {"upstream": how.upstream, "recompute": how.recompute}
+        time = layer_time(layer, _BASE, rates, tp=how.tp, saved=how.saved, **flags)
+        ahead, back = _ROUTED[int(len(how.experts) > 1)] * bool(layer.expert_weights)
+        inputs = time.backward_input + back + time.recompute + (ahead if how.recompute else 0)
+        return self.machine.launch_overhead * np.array([time.forward + ahead, inputs, time.backward_weight])
 
     def _placed(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """`ranks` by what matters of them: where they lie on nodes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,27 +11,22 @@ from functools import cached_property
 import numpy as np
 
 from hetmesh.context.key_tiles import chunk_rows
-from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, Parts, StageBytes, StageCost, StageParts
+from hetmesh.cost import LayerOptions, LayerShape, Machine, ModuleShape, StageBytes, StageCost, StageParts
 from hetmesh.cost.collective_time import all_gather, all_reduce, carry_time, gradient_sum_time, link
 from hetmesh.cost.head import most_targets
 from hetmesh.cost.layer_time import Rates, layer_time, recurrence_seconds
 from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.cost.saved_operations import saved_names
-from hetmesh.cost.step_costs import COLLECTIVE, EXCHANGE
 from hetmesh.cost.work import Work
 from hetmesh.graph import ModuleSpec, Stage, dense_mesh
 from hetmesh.layout import MeshSpec
 from hetmesh.layout.hashing import memoized
-from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, forward_parts, joined
+from hetmesh.simulate.action_parts import LayerSeconds, backward_parts, filled, forward_parts
 from hetmesh.simulate.layer_costs import PARTS, LayerCosts
 from hetmesh.simulate.rank_work import RankWork
 from hetmesh.simulate.stage_contents import stage_contents
 
 _FORWARD, _INPUT, _WEIGHT, _AGAIN, _SUMS, _SUMS_BACK, _KEPT, _SPLIT, *_MOMENTS = range(len(PARTS))
-_ROUTED = np.array([[9, 3], [17, 7]])
-"""Operations of routing tokens to experts, forward and backward, beyond the router's product; and where experts lie on
-several ranks. Of 96 and 72 calls of torch around the products in `ExpertBlock`, or 161 and 106, where a layer makes 7.5
-per operation of its (counted by a dispatch mode)."""
 _MANY = 1 << 20  # rows, beside which what does not grow with them is nothing
 
 
@@ -49,16 +43,6 @@ class ModuleCosts:
     def machine(self) -> Machine:
         """Whose rates and links."""
         return self.layers.machine
-
-
-def _filled(parts: list[tuple[str, float]], seconds: float, collectives: float) -> Parts:
-    """`parts`, with gathers and keys that are waited for in front; computation takes what `collectives` leave of
-    `seconds`, which may be longer as the host launches it."""
-    sums = sum(part for kind, part in parts if kind == COLLECTIVE)
-    longer = (seconds - collectives) / (sum(part for _, part in parts) - sums or 1.0)
-    rest = collectives - sums
-    scaled = ((kind, part if kind == COLLECTIVE else longer * part) for kind, part in parts)
-    return joined([(EXCHANGE, rest if rest > 1e-9 * seconds else 0.0), *scaled])
 
 
 class StageCosts:
@@ -183,16 +167,16 @@ class StageCosts:
         ]
         forward = [part for kind, s in each for part in forward_parts(kind, s.forward, s.sums_forward)]
         if not self.backward:
-            return StageParts(_filled(forward, cost.forward, cost.collectives_forward + self._hooks))
+            return StageParts(filled(forward, cost.forward, cost.collectives_forward + self._hooks))
         back = [backward_parts(kind, s) for kind, s in reversed(each)]
         inner, own = [part for first, _ in back for part in first], [part for _, last in back for part in last]
         back_collectives = cost.collectives_backward + self._hooks
         if not self.fed:
             inner, own = [], inner + own
         return StageParts(
-            _filled(forward, cost.forward, cost.collectives_forward + self._hooks),
-            _filled(inner, cost.backward_input, back_collectives if self.fed else 0.0),
-            _filled(own, cost.backward_weight, 0.0 if self.fed else back_collectives),
+            filled(forward, cost.forward, cost.collectives_forward + self._hooks),
+            filled(inner, cost.backward_input, back_collectives if self.fed else 0.0),
+            filled(own, cost.backward_weight, 0.0 if self.fed else back_collectives),
         )
 
     def _how(self, block: bool, before: bool) -> LayerOptions:
@@ -230,19 +214,8 @@ class StageCosts:
 
     @cached_property
     def _launches(self) -> np.ndarray:
-        """Seconds for which the host launches a forward, a backward's part for the input with what is computed again,
-        and that for the parameters; float64 `[3]`. A profile's seconds include them, and what torch.compile leaves of
-        them is not known."""
-        found, rates = np.zeros(3), Rates(math.inf, overhead=self.machine.launch_overhead)
-        for (kind, how), count in self._layers.items():
-            if how.compiled or self.module.layers.profile is not None:
-                continue
-            flags = {"upstream": how.upstream, "recompute": how.recompute}
-            time = layer_time(kind, Work(1), rates, tp=how.tp, saved=how.saved, **flags)
-            ahead, back = _ROUTED[int(len(how.experts) > 1)] * rates.overhead * bool(kind.expert_weights)
-            again = time.recompute + (ahead if how.recompute else 0.0)
-            found += count * np.array([time.forward + ahead, time.backward_input + back + again, time.backward_weight])
-        return found
+        """Seconds for which the host launches it all; as `LayerCosts.launches`."""
+        return sum((count * self.module.layers.launches(*layer) for layer, count in self._layers.items()), np.zeros(3))
 
     @property
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:

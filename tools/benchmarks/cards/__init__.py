@@ -39,8 +39,8 @@ NOT_MODELLED = (
     "what overlaps with what: sums of gradients, FSDP's gathers, tensor parallelism's sums and the exchange of tokens "
     "between experts count in full, as hetmesh runs them",
     "kernels: all products run at the machine's efficiency, measured on large dense ones, those of small experts, too; "
-    "permutations of tokens and CUDA graphs do not count; the host launches as many operations as modules of transformers "
-    "and hetmesh's experts have, each in the time that it took in a plain loop on an H100",
+    "permutations of tokens and CUDA graphs do not count; the host launches as many operations as modules of "
+    "transformers and hetmesh's experts have, each in the time that it took in a plain loop on an H100",
     "routing: every expert gets as many tokens as any other",
     "lengths of packed samples: every sequence is one sample, which attends to all of it before",
     "multi-token prediction, dropout, data, checkpoints",

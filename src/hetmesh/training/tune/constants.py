@@ -131,6 +131,5 @@ def corrected_memory(layouts: Layouts, machine: Machine, findings: Findings, gue
         limit = min(own.peak_bytes + own.reserved for own in full) - 1
         machine = replace(machine, memory_bytes=limit * 10 // 9)
     missing = [limit + 1 - own.peak_bytes - own.reserved for own in full]
-    known = [own for own in findings.each if own.peak_bytes and own.layout in guesses]
-    missing += [own.peak_bytes - guesses[own.layout].peak_bytes for own in known]
+    missing += [own.peak_bytes - guesses[own.layout].peak_bytes for own in findings.each if own.layout in guesses]
     return replace(machine, context_bytes=machine.context_bytes + max([0, *missing]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from hetmesh.errors import UsageError
 from hetmesh.files import from_json, read_file, write_json
 from hetmesh.formatting import counted
 
+UNUSUAL_PACE = 1.5  # times the usual one, or a share of it as small
 USUAL_SCATTER, LEAST_SCATTER = 0.04, 0.005
 """Of a step: as one turn that says so, until others do; and no clock and no machine is better."""
 DIED = "processes died with it, twice (out of memory?)"
@@ -116,12 +118,22 @@ class Findings:
 
     @property
     def steps(self) -> dict[str, list[float]]:
-        """Seconds of all timed steps of each layout that ran, at the usual pace."""
+        """Seconds of all timed steps of each layout that ran, at the usual pace; of turns at a pace far from that where
+        it has no others."""
         found: dict[str, list[float]] = {}
+        calm, failed = self.calm, self.failed
         for turn in self.each:
-            if turn.steps and turn.layout not in self.failed:
+            if turn.steps and turn.layout not in failed and (self._is_calm(turn) or turn.layout not in calm):
                 found.setdefault(turn.layout, []).extend(self._scale(turn) * seconds for seconds in turn.steps)
         return found
+
+    @property
+    def calm(self) -> set[str]:
+        """Layouts with a turn at about the usual pace. Steps keep less well to one that is far from it."""
+        return {turn.layout for turn in self.each if turn.steps and self._is_calm(turn)}
+
+    def _is_calm(self, turn: Finding) -> bool:
+        return not turn.pace or abs(math.log(turn.pace / self.usual_pace)) < math.log(UNUSUAL_PACE)
 
     @property
     def usual_pace(self) -> float:

@@ -63,8 +63,8 @@ class Tuner:
         guesses = self._guesses[1]
         self.machine = corrected_memory(self.layouts, machine, self.findings, guesses)
         limit = (self.layouts.limit(self.machine) or math.inf) - (self.machine.context_bytes - machine.context_bytes)
-        held = {name: own.peak_bytes + own.reserved for name, own in guesses.items()}
-        fitting = {k: own for k, own in guesses.items() if held[k] <= limit or k in self.findings.seconds}
+        ran = self.findings.seconds
+        fitting = {k: own for k, own in guesses.items() if own.peak_bytes + own.reserved <= limit or k in ran}
         self.ranking = rank(self.layouts, fitting, self.findings)
 
     def add(self, finding: Finding) -> None:

@@ -26,7 +26,7 @@ FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
 """Of layouts with so many steps, how many of the fastest take more, where scatter cannot tell them apart."""
 _DISTURBED, _MOST_AGAIN = 1.25, 2
 """Times what the simulator says, or the fastest step was: a layout that takes longer and would else win has another
-turn, and one more."""
+turn, and one more; as has one that leads by turns that were disturbed."""
 _HOPES = 2
 """First turns in a row that did not find a faster layout, after which none goes to one that wins only if its prediction
 is off."""
@@ -90,6 +90,9 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     """Whose turn it is; None: what is left is not predicted to win. `common`: layouts of which one runs early."""
     seconds, turns = findings.seconds, findings.turns
     left = [name for name in ranking.seconds if name not in seconds and name not in findings.failed]
+    said = {own.failed for own in findings.failed.values() if not own.out_of_memory}
+    if not seconds and len(findings.failed) >= FIRST and len(said) == 1:  # what is wrong is not the layout
+        return None
     if len(seconds) < FIRST and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
         if own or not seconds:
@@ -109,7 +112,8 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
             return Turn(hope, SHORT)
     for name, measured in seconds.items():
         least = min(ranking.seconds.get(name, measured), *steps[name])
-        if turns[name] <= _MOST_AGAIN and least < best and measured > _DISTURBED * least:
+        again = least < best and measured > _DISTURBED * least
+        if turns[name] <= _MOST_AGAIN and (again or (name == leader and name not in findings.calm)):
             return Turn(name, STEPS)
     for known, finalists in FINALISTS:
         most = best * (1 + scatter * math.sqrt(2 * STEPS / known))  # the error of a difference
