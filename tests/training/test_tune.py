@@ -23,7 +23,7 @@ from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
 from hetmesh.training.tune.measure import Ranks
 from hetmesh.training.tune.tuner import Tuner
-from hetmesh.training.tune.turns import FIRST, STEPS, next_turn, rank
+from hetmesh.training.tune.turns import FEWEST, STEPS, next_turn, rank
 from support import layout_pairs
 from support.parity_cases import table
 from support.relayouts import recipe_in
@@ -208,7 +208,7 @@ def test_steps_are_compared_at_one_pace():
 
 def test_a_leader_that_was_disturbed_runs_again():
     """At another pace steps were 3.1 times as long, and are taken to be half as long: calm ones say otherwise."""
-    layouts = MadeLayouts(PLANS[:FIRST])
+    layouts = MadeLayouts(PLANS[:FEWEST])
     first, *others = layouts.plans
     each = [Finding(first, (1.5, 1.5), pace=0.3), *[Finding(name, (1.0, 1.0), pace=0.1) for name in others]]
     guesses = dict.fromkeys(layouts.plans, Guess(1.0))
@@ -221,13 +221,13 @@ def test_a_leader_that_was_disturbed_runs_again():
     assert first in findings.calm
 
 
-@pytest.mark.parametrize(("same", "failed"), [(True, FIRST), (False, 20)])
-def test_a_search_ends_where_all_fail_alike(same, failed):
+@pytest.mark.parametrize("same", [True, False])
+def test_a_search_ends_where_all_fail_alike(same):
     tuner, count = Tuner(MadeLayouts(), TRUE, Findings()), 0
     while count < 20 and (turn := tuner.next()) is not None:
         tuner.add(Finding(turn.layout, failed=f"rank 0: KeyError: {'label' if same else count % 2}"))
         count += 1
-    assert count == failed
+    assert count == (tuner.ranking.first if same else 20)
     assert tuner.best is None
 
 
@@ -275,9 +275,9 @@ def test_leaders_that_scatter_cannot_tell_apart_run_for_longer():
 def test_hopes_end_where_predictions_are_off_the_same_way(predicted, count):
     """Layouts take 1.3 times what is predicted. Four that are left take 1.4: two of them have a turn where they could
     win only if they were off the other way, and each that is predicted to win."""
-    seconds = [1.0, *[1.3 + 0.1 * i for i in range(FIRST - 1)]]
-    _, ranking, findings = known(seconds, [1.0, *[own / 1.3 for own in seconds[1:]]], [9, *[2] * (FIRST - 1)])
-    left = [str(plan) for plan in PLANS[FIRST : FIRST + 4]]
+    seconds = [1.0, *[1.3 + 0.1 * i for i in range(FEWEST - 1)]]
+    _, ranking, findings = known(seconds, [1.0, *[own / 1.3 for own in seconds[1:]]], [9, *[2] * (FEWEST - 1)])
+    left = [str(plan) for plan in PLANS[FEWEST : FEWEST + 4]]
     ranking, turns = replace(ranking, seconds={**ranking.seconds, **dict.fromkeys(left, predicted)}), set()
     while (turn := next_turn(ranking, findings, set())) is not None and turn.layout in left:
         findings = replace(findings, each=[*findings.each, Finding(turn.layout, (1.4, 1.4))])
@@ -297,7 +297,7 @@ def test_constants_are_fitted_again_where_they_are_wrong(times):
 
 @pytest.mark.filterwarnings("error")
 def test_constants_that_are_right_stay():
-    layouts, names = MadeLayouts(PLANS[:FIRST]), fitted_names(TRUE, 2)
+    layouts, names = MadeLayouts(PLANS[:FEWEST]), fitted_names(TRUE, 2)
     right = with_factors(TRUE, dict.fromkeys(names, 0.0))
     guesses = {name: layouts.guess(right, plan) for name, plan in layouts.plans.items()}
     exact = [Finding(name, (guess.seconds,), guess.parts) for name, guess in guesses.items()]
@@ -308,7 +308,7 @@ def test_constants_that_are_right_stay():
 def test_first_turns_show_all_that_layouts_differ_in(sign):
     """Constants of what has never run could not be fitted."""
     tuner = Tuner(MadeLayouts(), wrong(sign), Findings())
-    for _ in range(FIRST):
+    for _ in range(tuner.ranking.first):
         tuner.add(ran(tuner.layouts, tuner.next()))
     plans = [tuner.layouts.plans[name] for name in tuner.findings.seconds]
     for module_name in ("vision", "llm"):
@@ -321,7 +321,7 @@ def test_what_scatters_more_than_layouts_differ_is_left():
     """No layout is asked that could win by less than scatter."""
     plans = PLANS[:8]
     tuner = Tuner(MadeLayouts(plans), TRUE, Findings())
-    for _ in range(FIRST):
+    for _ in range(tuner.ranking.first):
         turn = tuner.next()
         tuner.add(Finding(turn.layout, (0.5, 1.0, 1.5), {}, 0, 1.0))
     assert tuner.findings.scatter == 0.5

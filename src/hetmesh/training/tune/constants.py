@@ -24,6 +24,7 @@ LEAST = {
     "efficiency": 1e-4,
     "memory_bandwidth": 0.0,
     "operation_overhead": 1e-6,
+    "launch_overhead": 0.0,
     "action_overhead": 3e-4,
     "shard_overhead": 3e-4,
     "step_overhead": 1e-4,

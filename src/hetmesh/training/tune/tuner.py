@@ -27,7 +27,7 @@ from hetmesh.training.tune.constants import corrected_memory, fit_constants, wit
 from hetmesh.training.tune.findings import Finding, Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 from hetmesh.training.tune.measure import WARM_UP, Ranks, out_of_memory
-from hetmesh.training.tune.turns import FIRST, STEPS, Ranking, Turn, next_turn, rank
+from hetmesh.training.tune.turns import STEPS, Ranking, Turn, next_turn, rank
 
 STATE_FILE = "tune.json"
 _MOST_STEPS = WARM_UP + STEPS + 2
@@ -71,7 +71,8 @@ class Tuner:
         """Take it in; fit and predict again."""
         again, predicted = finding.layout in self.findings.seconds, self.ranking.seconds.get(finding.layout)
         self.findings.add(finding)
-        if finding.steps and not again and len(self.findings.seconds) >= FIRST and self._unexpected(finding, predicted):
+        enough = finding.steps and not again and len(self.findings.seconds) >= self.ranking.first
+        if enough and self._unexpected(finding, predicted):
             first = not self.findings.factors
             self.findings.factors = fit_constants(self.layouts, self.given, self.findings)
             self.findings.save()

@@ -18,8 +18,8 @@ from hetmesh.planner.layout_plan import AXES
 from hetmesh.training.tune.findings import Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 
-FIRST = 8
-"""Layouts that run before constants are fitted."""
+FIRST, FEWEST, MOST = 6, 7, 12
+"""Before constants are fitted, one in so many layouts runs, and at least and at most so many."""
 SHORT, STEPS = 2, 3
 """Timed steps of a turn: of the first one of a layout, and of those that decide or say how much steps scatter."""
 FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
@@ -56,6 +56,11 @@ class Ranking:
     doubt: float = 0.0
     traits: Mapping[str, frozenset[str]] = field(default_factory=lambda: MappingProxyType({}))
 
+    @property
+    def first(self) -> int:
+        """How many layouts run before constants are fitted."""
+        return min(max(-(-len(self.seconds) // FIRST), FEWEST), MOST)
+
     def at_best(self, layout: str) -> float:
         """Its seconds, if they are less than predicted by the doubt."""
         return self.seconds[layout] * math.exp(-self.doubt)
@@ -91,22 +96,24 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     seconds, turns = findings.seconds, findings.turns
     left = [name for name in ranking.seconds if name not in seconds and name not in findings.failed]
     said = {own.failed for own in findings.failed.values() if not own.out_of_memory}
-    if not seconds and len(findings.failed) >= FIRST and len(said) == 1:  # what is wrong is not the layout
+    if not seconds and len(findings.failed) >= ranking.first and len(said) == 1:  # what is wrong is not the layout
         return None
-    if len(seconds) < FIRST and left:
+    if len(seconds) < ranking.first and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
         if own or not seconds:
             return Turn(min(own or left, key=lambda name: ranking.seconds[name]), STEPS)
         seen = {trait for name in seconds for trait in ranking.traits.get(name, ())}
         new = {name: len(ranking.traits[name] - seen) for name in left}
-        return Turn(max(left, key=lambda name: (new[name], -ranking.seconds[name])), SHORT)
+        ran = [ranking.traits[name] for name in seconds if name in ranking.traits]
+        unlike = {name: min((len(ranking.traits[name] ^ own) for own in ran), default=1) for name in left}
+        return Turn(max(left, key=lambda name: (new[name], unlike[name] / ranking.seconds[name])), SHORT)
     if not seconds:
         return None
     expected, steps, scatter = ranking.expected, findings.steps, findings.scatter
     leader = min(expected, key=lambda name: expected[name])
     best = expected[leader]
     if left:
-        in_vain, most = len(seconds) - max(FIRST, list(seconds).index(leader) + 1), best * (1 - scatter)
+        in_vain, most = len(seconds) - max(ranking.first, list(seconds).index(leader) + 1), best * (1 - scatter)
         hope = min(left, key=ranking.at_best)
         if (ranking.at_best(hope) if in_vain < _HOPES else ranking.seconds[hope]) < most:
             return Turn(hope, SHORT)
