@@ -101,7 +101,8 @@ class FakeTensors(TorchDispatchMode):
                 self.waits.device_to_host("item")
             return self._value(args[0])
         if func is aten.is_set_to.default:
-            return _same_memory(*args)
+            one, other = ((x.untyped_storage(), x.storage_offset(), x.shape, x.stride()) for x in args)
+            return one[0] is other[0] and one[1:] == other[1:]
         if func is aten.unbind.int and listing() == 1:
             self.waits.device_to_host("tolist")
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -223,11 +224,6 @@ class FakeTensors(TorchDispatchMode):
             return func(*args, **on_host)
         except RuntimeError:  # an operation of the device alone, or one that needs its strides
             return None
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    views = [(x.storage_offset(), x.shape, x.stride()) for x in (one, other)]
-    return one.untyped_storage() is other.untyped_storage() and views[0] == views[1]
 
 
 def _is_mask(index: Tensor | None) -> bool:

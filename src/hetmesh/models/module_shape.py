@@ -48,7 +48,9 @@ def module_shape(name: str, adapter: Adapter, module: nn.Module, plan: Mapping[s
     dims |= {fqn: e.tp_dim for fqn, e in experts.items() if e.tp_dim is not None}
     key_heads = next((style.heads for style in plan.values() if isinstance(style, KeyHeads)), 0)
     layers, llm = [], adapter.out_features is None and not isinstance(adapter, GeneratorAdapter)
-    own_rows = _own_rows(module, plan)
+    styles = [(pattern, style) for pattern, style in plan.items() if isinstance(style, OwnRows)]
+    # of which tensor-parallel ranks use rows of their own
+    own_rows = {f"{fqn}.{row}" for pattern, style in styles for fqn in matching(module, pattern) for row in style.rows}
     seen: set[str] = set()
     # names as named_parameters() has them, so that a tied parameter has one name wherever it is used
     names = {id(p): fqn for fqn, p in module.named_parameters()}
@@ -139,12 +141,6 @@ def _projected_width(parts: Mapping[str, nn.Module], projections: Mapping[str, i
         elif kind in projections:  # with LoRA it is not an nn.Linear
             width += getattr(part, "out_features", 0) // projections[kind]
     return width
-
-
-def _own_rows(module: nn.Module, plan: Mapping[str, Any]) -> set[str]:
-    """FQNs of the parameters of which tensor-parallel ranks use rows of their own."""
-    styles = [(pattern, style) for pattern, style in plan.items() if isinstance(style, OwnRows)]
-    return {f"{fqn}.{row}" for pattern, style in styles for fqn in matching(module, pattern) for row in style.rows}
 
 
 def _tp_dims(module: nn.Module, plan: Mapping[str, Any]) -> dict[str, int]:

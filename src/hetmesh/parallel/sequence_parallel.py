@@ -115,8 +115,9 @@ class ShardedTokens(AllTokens):
         inside = [layer for layer in layers if within(layer, *prefixes)]
 
         def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self.apart = True
-            return with_hidden(args, kwargs, self.split_lane(hidden_of(args, kwargs)))
+            self.apart, whole = True, hidden_of(args, kwargs)  # [..., features] of all tokens
+            self._shapes[current_microbatch()] = tuple(whole.shape[:-1])
+            return with_hidden(args, kwargs, self.split(whole.flatten(0, -2))[None])
 
         def join(_: nn.Module, __: Any, output: Any) -> Any:
             self.apart = False
@@ -132,13 +133,8 @@ class ShardedTokens(AllTokens):
             module.get_submodule(inside[0]).register_forward_pre_hook(split, with_kwargs=True)
             module.get_submodule(inside[-1]).register_forward_hook(join)
 
-    def split_lane(self, whole: Tensor) -> Tensor:
-        """`[..., features]` of all tokens -> this rank's, `[1, share, features]`."""
-        self._shapes[current_microbatch()] = tuple(whole.shape[:-1])
-        return self.split(whole.flatten(0, -2))[None]
-
     def join(self, share: Tensor) -> Tensor:
-        """The inverse, on every rank; its gradient is the same on all of them."""
+        """All tokens from the shares of all ranks, on every rank; its gradient is the same on all of them."""
         shape = self._shapes[current_microbatch()]
         flat, total, group = share.flatten(0, -2), math.prod(shape), self.group
         size = len(flat)
