@@ -19,7 +19,7 @@ from hetmesh.training.tune.findings import Findings
 from hetmesh.training.tune.guesses import Guess, Layouts
 
 FIRST, FEWEST, MOST = 6, 7, 12
-"""Before constants are fitted, one in so many layouts runs, and at least and at most so many."""
+"""One in `FIRST` layouts, at least `FEWEST` and at most `MOST`, runs before constants are fitted."""
 SHORT, STEPS = 2, 3
 """Timed steps of a turn: of the first one of a layout, and of those that decide or say how much steps scatter."""
 FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
