@@ -17,6 +17,7 @@ from hetmesh.graph.module_graph import ModuleOptions
 from hetmesh.layout import MeshSpec
 from hetmesh.schedule import POLICIES, Kind, PolicyOptions, bubble_fill
 from hetmesh.simulate import StepModel, bubbles, simulate
+from hetmesh.simulate.action_parts import filled
 from hetmesh.simulate.fill_bubbles import fill_typical_beside
 
 VISION, LLM = Stage("vision"), Stage("llm")
@@ -75,6 +76,16 @@ def test_parts_add_up_to_what_actions_take(recompute, frozen, shards):
         kinds = [kind for kind, _ in parts.forward if kind != "exchange"]
         assert kinds == ["attention", "collective", "mlp", "collective"] * 2
     assert not model.costs(plan, schedule).parts
+
+
+def test_parts_of_an_action_fill_its_seconds():
+    """Computation is longer than it was where the host launches it; without any, all is an exchange."""
+    assert filled([("mlp", 1.0), ("collective", 0.5)], 3.0, 1.0) == (
+        ("exchange", 0.5),
+        ("mlp", 2.0),
+        ("collective", 0.5),
+    )
+    assert filled([], 1.0, 0.25) == (("exchange", 1.0),)
 
 
 def by_hand() -> tuple:

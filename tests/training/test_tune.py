@@ -12,7 +12,7 @@ from hetmesh.boundary import World
 from hetmesh.boundary.accelerator import Accelerator
 from hetmesh.cli import main
 from hetmesh.cost import Machine, load_machine, machine_toml
-from hetmesh.errors import UsageError
+from hetmesh.errors import LaunchError, UsageError
 from hetmesh.planner import LayoutPlan
 from hetmesh.planner.layout_plan import ModulePlan
 from hetmesh.recipe.recipe import load_recipe
@@ -23,7 +23,7 @@ from hetmesh.training.tune.findings import DIED, Finding, Findings
 from hetmesh.training.tune.guesses import Guess
 from hetmesh.training.tune.measure import Ranks
 from hetmesh.training.tune.tuner import Tuner
-from hetmesh.training.tune.turns import FEWEST, STEPS, next_turn, rank
+from hetmesh.training.tune.turns import FEWEST, SHORT, STEPS, Ranking, next_turn, rank
 from support import layout_pairs
 from support.parity_cases import table
 from support.relayouts import recipe_in
@@ -221,14 +221,49 @@ def test_a_leader_that_was_disturbed_runs_again():
     assert first in findings.calm
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_search_ends_where_all_fail_alike(same):
-    tuner, count = Tuner(MadeLayouts(), TRUE, Findings()), 0
-    while count < 20 and (turn := tuner.next()) is not None:
-        tuner.add(Finding(turn.layout, failed=f"rank 0: KeyError: {'label' if same else count % 2}"))
-        count += 1
-    assert count == (tuner.ranking.first if same else 20)
-    assert tuner.best is None
+@pytest.mark.parametrize("way", ["alike", "otherwise", "out of memory", "out of memory but for one"])
+def test_a_search_ends_where_all_fail_alike(way):
+    """Another layout may fit."""
+    names = [str(plan) for plan in PLANS]
+    ranking = Ranking(dict.fromkeys(names, 1.0))
+    findings = Findings()
+    for number, name in enumerate(names[:20]):
+        full = way.startswith("out of memory") and (number != 3 or way == "out of memory")
+        said = "out of memory" if full else f"KeyError: {number if way == 'otherwise' else 'label'}"
+        findings.add(Finding(name, failed=f"rank 0: {said}", out_of_memory=full))
+        if next_turn(ranking, findings, set()) is None:
+            break
+    assert len(findings.each) == (ranking.first if way == "alike" else 20)
+
+
+@pytest.mark.parametrize(("layouts", "first"), [(10, 7), (48, 8), (96, 12)])
+def test_one_in_six_layouts_runs_first(layouts, first):
+    assert Ranking(dict.fromkeys(map(str, range(layouts)), 1.0)).first == first
+
+
+@pytest.mark.parametrize(("far_s", "chosen"), [(1.1, "far"), (4.0, "near")])
+def test_a_first_turn_without_new_traits_goes_to_what_is_unlike_those_that_ran(far_s, chosen):
+    """Where it is worth its seconds: `near` differs in one trait from a layout that ran, `far` in three."""
+    traits = {"a": "vwx", "b": "xyz", "near": "vw", "far": "vz"}
+    seconds = {"a": 1.0, "b": 1.0, "near": 1.0, "far": far_s}
+    ranking = Ranking(seconds, traits={name: frozenset(own) for name, own in traits.items()})
+    findings = Findings(each=[Finding(name, (1.0, 1.0, 1.0)) for name in ("a", "b")])
+    assert next_turn(ranking, findings, set()) == (chosen, SHORT)
+
+
+def test_workers_that_die_before_a_turn_end_the_command(tmp_path, monkeypatch):
+    """Started again they would die again: nothing has been found meanwhile."""
+    (tmp_path / "tiny.toml").write_text(TINY.replace("failing:FailsOnce", "hetmesh.testing.sources:RandomMedia"))
+    (tmp_path / "tune.json").write_text('{"running": "some layout", "begun": 1}')
+    starts = []
+
+    def dies(*_):
+        starts.append(1)
+        raise LaunchError("rank 0 was killed")
+
+    monkeypatch.setattr("hetmesh.cli.launch.launch", dies)
+    assert main(["tune", str(tmp_path / "tiny.toml"), "--output", str(tmp_path)]) == 1
+    assert len(starts) == 2
 
 
 def test_steps_count_in_proportion_to_their_tokens():

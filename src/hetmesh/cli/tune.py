@@ -48,15 +48,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     ranks = args.ranks or (recipe.world_size if place is None else place.size)
     search = args.machine, args.profile, fixed_keys(args.fix), args.budget, folder
     asked = Asked(recipe, args.recipe, read_text(args.recipe), tuple(overrides), ranks, *search)
+    before = None
     while True:  # a layout with which workers died twice has failed
         try:
             launch(_tune, asked.ranks, asked)
             return 0
         except LaunchError as error:
-            running = read_object(folder / STATE_FILE).get("running")
-            if place is not None or not running:
+            found = read_object(folder / STATE_FILE)
+            if place is not None or not found.get("running") or found == before:  # it would end so again
                 raise
-            print(f"{running}: a worker ended ({error}); starting again", flush=True)
+            before = found
+            print(f"{found['running']}: a worker ended ({error}); starting again", flush=True)
         except (KeyboardInterrupt, SystemExit):  # no layout's fault
             if place is None and (found := read_object(folder / STATE_FILE)):
                 write_json(folder / STATE_FILE, found | {"running": "", "begun": 0}, indent=1)

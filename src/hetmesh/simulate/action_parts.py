@@ -102,8 +102,8 @@ def filled(parts: list[tuple[str, float]], seconds: float, collectives: float) -
     `seconds`, which may be longer as the host launches it."""
     sums = sum(part for kind, part in parts if kind == COLLECTIVE)
     longer = (seconds - collectives) / (sum(part for _, part in parts) - sums or 1.0)
-    rest = collectives - sums
-    scaled = ((kind, part if kind == COLLECTIVE else longer * part) for kind, part in parts)
+    scaled = [(kind, part if kind == COLLECTIVE else longer * part) for kind, part in parts]
+    rest = seconds - sum(part for _, part in scaled)
     return joined([(EXCHANGE, rest if rest > 1e-9 * seconds else 0.0), *scaled])
 
 

@@ -95,8 +95,9 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     """Whose turn it is; None: what is left is not predicted to win. `common`: layouts of which one runs early."""
     seconds, turns = findings.seconds, findings.turns
     left = [name for name in ranking.seconds if name not in seconds and name not in findings.failed]
-    said = {own.failed for own in findings.failed.values() if not own.out_of_memory}
-    if not seconds and len(findings.failed) >= ranking.first and len(said) == 1:  # what is wrong is not the layout
+    failed = findings.failed.values()
+    alike = len({own.failed for own in failed}) == 1 and not any(own.out_of_memory for own in failed)
+    if not seconds and len(failed) >= ranking.first and alike:  # what is wrong is not the layout
         return None
     if len(seconds) < ranking.first and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
