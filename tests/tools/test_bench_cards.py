@@ -134,6 +134,20 @@ def test_predictions_follow_the_layout_and_nothing_that_was_measured(predict):
     assert ratio["predicted"] == pytest.approx(lora / ((again + plain + pipeline + gathered + faster) / 5))
 
 
+def test_packed_samples_on_context_parallel_ranks_keep_the_host_busy(predict):
+    """In a layer, for each of 42 samples and two ranks twice, four tensors each way: 72 operations and ends of ranges,
+    and 40 again where blocks are recomputed. Not where keys and values go round, or no ranks share a sample."""
+    cells = {"seq_len": "32768", "cp": "2", "dp": "2"}
+    others = ({"model": name, "params_total_b": "30"} for name in ("Qwen3-30B-A3B", "Moonlight-16B-A3B"))
+    rows = cells, cells | {"recompute": "full"}, *(cells | other for other in others), {"seq_len": "32768"}
+    _, found = predict(*(row | {"packed": way} for way in ("no", "offline") for row in rows))
+    seconds = [row["predicted_s"] for row in found["rows"]]
+    added = [packed - plain for plain, packed in zip(seconds[:5], seconds[5:], strict=True)]
+    each = 36 * 8 * 42 * 2 * 2 * 10e-6  # layers, microbatches, samples, ranges of a sample, seconds of an operation
+    assert added == pytest.approx([72 * each, 112 * each, 0, 0, 0], rel=1e-3, abs=1e-9)
+    assert "42 packed samples of 775 tokens" in found["rows"][5]["said"]
+
+
 def test_the_trivial_predictor_knows_flops_alone(predict):
     """A table that it made itself is its own, and not the simulation's."""
     peak, flops = 989.4e12, 6 * 8e9 * 16 * 2048

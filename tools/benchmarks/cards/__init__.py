@@ -24,7 +24,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.cards.published_runs import CARDS, PublishedRun, read_runs
-from benchmarks.cards.run_predictions import ENCODER, IMAGE_SHARE, UTILIZATION, PredictedRun, predict_run
+from benchmarks.cards.run_predictions import DOCUMENT, ENCODER, IMAGE_SHARE, UTILIZATION, PredictedRun, predict_run
 from benchmarks.planner.agreement import best_factor, mean_error, rank_correlation
 from hetmesh.cost import load_machine
 from hetmesh.errors import HetmeshError
@@ -42,7 +42,7 @@ NOT_MODELLED = (
     "permutations of tokens and CUDA graphs do not count; the host launches as many operations as modules of "
     "transformers and hetmesh's experts have, each in the time that it took in a plain loop on an H100",
     "routing: every expert gets as many tokens as any other",
-    "lengths of packed samples: every sequence is one sample, which attends to all of it before",
+    "attention of packed samples: it counts as if every sequence were one",
     "multi-token prediction, dropout, data, checkpoints",
 )
 
@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "lora_over_full": _lora_over_full(counted),
         "left_out": left_out,
         "not_modelled": list(NOT_MODELLED),
-        "constants": {"vlm encoder": ENCODER.like, "image share": IMAGE_SHARE} | {m: _constants(m) for m in machines},
+        "constants": {"vlm encoder": ENCODER.like, "image share": IMAGE_SHARE, "tokens of a packed sample": DOCUMENT}
+        | {m: _constants(m) for m in machines},
         "rows": [_row(r, p) for r, p in pairs],
     }
 

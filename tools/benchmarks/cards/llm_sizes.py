@@ -164,10 +164,10 @@ NAMED = {
     ),
     "bagel7bmot": replace(_QWEN_25_7B, source="arXiv 2505.14683: Qwen2.5-7B twice", copies=2),
 }
-"""By `_key` of the name."""
+"""By `name_key` of the name."""
 
 
-def _key(model: str) -> str:
+def name_key(model: str) -> str:
     key = re.sub(r"[^a-z0-9.]", "", model.lower())
     key = re.sub(r"(instruct|base|chat|hf|bf16)$", "", key).removeprefix("meta")
     return re.sub(r"^llama3\.[1-3]", "llama3", key)
@@ -180,7 +180,7 @@ def llm_sizes(model: str, total: float, active: float, experts_over: int) -> tup
         total, active: billions of parameters, without encoders.
         experts_over: ranks that share the experts, which their number is a multiple of.
     """
-    if known := NAMED.get(_key(model)):
+    if known := NAMED.get(name_key(model)):
         return known, ""
     sizes = _dense(total) if active > 0.9 * total else _sparse(total, active, experts_over)
     all_of_it, used = sizes.counts

@@ -21,8 +21,8 @@ _NUMBERS = ("params_total_b", "params_active_b", "step_ms", "tokens_per_s_per_gp
 _DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 _WHOLE = ("gpus", *_DEGREES, "micro_batch", "global_batch", "seq_len")
 _TEXTS = ("id", "model", "kind", "gpu", "dtype", "fsdp", "recompute", "trained")
-COLUMNS = (*_TEXTS, *_NUMBERS, *_WHOLE, "overlap_notes", "what_is_not_said")
-_UNREAD = ("source", "recorded", "packed", "mock_data", "tflops_per_gpu")  # for people
+COLUMNS = (*_TEXTS, *_NUMBERS, *_WHOLE, "packed", "overlap_notes", "what_is_not_said")
+_UNREAD = ("source", "recorded", "mock_data", "tflops_per_gpu")  # for people
 _NEEDED = ("model", "params_total_b", "gpu", "gpus", "global_batch")  # of a row, beside what can be left empty
 
 Of = TypeVar("Of")
@@ -65,6 +65,7 @@ class PublishedRun:
         total, active: billions of parameters.
         ep, etp: 0 where nothing is said.
         tokens: of a sequence.
+        packed: whether a sequence has several samples.
         dtype: as torch calls it.
         gathers: a value of `_SHARDING`.
         recompute: of blocks.
@@ -94,6 +95,7 @@ class PublishedRun:
     micro_batch: int
     global_batch: int
     tokens: int
+    packed: bool
     recompute: Recompute
     trained: frozenset[str]
     step_s: float
@@ -104,7 +106,7 @@ class PublishedRun:
     def inputs(self) -> tuple:
         """All that it is predicted from: equal for repeats of one run."""
         layout = self.tp, self.pp, self.vpp, self.cp, self.ep, self.etp, self.dp, self.gathers
-        size = self.total, self.active, self.micro_batch, self.global_batch, self.tokens
+        size = self.total, self.active, self.micro_batch, self.global_batch, self.tokens, self.packed
         return self.model, self.kind, self.machine, self.dtype, *layout, *size, self.recompute, self.trained
 
     @property
@@ -212,6 +214,7 @@ class _Cells:
             micro_batch=micro,
             global_batch=batch,
             tokens=tokens,
+            packed=self.cells["packed"].lower() not in ("", "no", "none", "false"),
             recompute=self._recompute(said),
             trained=self._trained(kind),
             step_s=step,

@@ -9,6 +9,7 @@ The layout is the nearest that `hetmesh` has:
   (`etp` = `tp`): so for seconds and activations. What ranks hold is that of experts over those of `ep` ranks that are
   along `dp`, with shares by tensor parallelism besides, and copies along `cp`;
 - stages are cut by work, run 1F1B, and take turns where `vpp` says so;
+- packed samples that context-parallel ranks share are exchanged as Transformer Engine does it (`_Exchange`);
 - what lies between products is fused, so memory is that of compiled blocks; but the host launches kernels one by one,
   so seconds are those of blocks that are not compiled.
 """
@@ -23,7 +24,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from benchmarks.cards.llm_sizes import frozen, llm_sizes, with_adapters
+from benchmarks.cards.llm_sizes import frozen, llm_sizes, name_key, with_adapters
 from benchmarks.cards.published_runs import PARTS, PublishedRun
 from benchmarks.planner.architectures import ENCODERS, Encoder
 from benchmarks.planner.row_predictions import IMAGE, OPTIONS, fullest
@@ -41,6 +42,12 @@ ENCODER = ENCODERS[0]
 FEWEST_EXPERTS = 4
 """A generator with fewer times the parameters that a token goes through is a mixture of transformers, with sets of all
 weights of the LLM; with more it is one of experts."""
+DOCUMENT = 2_914_250_826 // 939_343 // 4
+"""Tokens of a sample that is packed with others: tables do not say. Of the Tulu 3 SFT mixture, by its bytes and samples
+(dataset card of allenai/tulu-3-sft-mixture) and four bytes per token."""
+POINT_TO_POINT = (name_key("Qwen3-30B-A3B"),)
+"""Models whose context-parallel ranks hand keys and values on instead: `cp_comm_type=p2p` in the command of its
+verification card. Latent attention always does."""
 UTILIZATION = 0.4
 """Of the peak, by a predictor that knows nothing else: 38 to 43% are published for Llama 3 on H100 (arXiv 2407.21783,
 table 4)."""
@@ -68,7 +75,9 @@ def predict_run(run: PublishedRun) -> PredictedRun:
     machine, shapes, said = load_machine(run.machine), *_shapes(run)
     experts = ExpertRanks.of(run, shapes["llm"])
     said += experts.said
-    layers = RunLayers(machine, experts)
+    exchange = _Exchange.of(run, shapes["llm"], machine)
+    said += exchange.said
+    layers = RunLayers(machine, experts, exchange)
     fused, eager = (Predictor(_problem(run, machine, shapes, way), layers=layers) for way in ("inductor", None))
     for recompute in ("none", "full") if run.recompute == "unknown" else (run.recompute,):
         plan = _plan(run, recompute, experts.held)
@@ -168,15 +177,63 @@ class ExpertRanks:
         return cls(held, tuple(range(0, ep * etp, etp)) if ep > 1 else (), whole, tuple(said))
 
 
-class RunLayers(LayerCosts):
-    """Costs of layers with experts where a run has them."""
+@dataclass(frozen=True)
+class _Exchange:
+    """Seconds by layer and microbatch in which the host prepares an exchange of packed samples between context-parallel
+    ranks, and its accelerator waits.
 
-    def __init__(self, machine: Machine, experts: ExpertRanks) -> None:
+    Commands and recipes of Megatron-Bridge let these ranks exchange heads for tokens around attention
+    (`cp_comm_type=a2a`), as windows and sinks of attention require. For that Transformer Engine up to 2.17 brings
+    tensors into another order by ranges of indices, `2 * cp` per sample, whose ends are computed on the accelerator and
+    read back (`reorder_seq_chunks_after_a2a_before_attn_thd` and its inverse in `context_parallel.py`). AutoModel
+    replaces both functions for that reason (`te_patches.py`). Each operation and each end takes `operation_overhead`.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    said: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, run: PublishedRun, llm: ModuleShape, machine: Machine) -> _Exchange:
+        if not run.packed or run.cp == 1:
+            return cls()
+        if name_key(run.model) in POINT_TO_POINT or not any(layer.key_heads for layer in llm.layers):
+            return cls(said=("packed samples: keys and values go round point to point, counted as of one sample",))
+        samples = run.micro_batch * max(run.tokens // DOCUMENT, 1)
+        before, after = (2 * run.cp * samples * machine.operation_overhead * each for each in _REORDERED)
+        # queries, keys and values before attention, its output after it; of gradients the other way round
+        return cls(3 * before + after, before + 3 * after, (f"{samples} packed samples of {DOCUMENT} tokens",))
+
+
+_REORDERED = (8 + 1 + 2, 4 + 1 + 2)
+"""Before and after attention, of a range: operations that compute its ends, that which makes it, ends read back."""
+
+
+class RunLayers(LayerCosts):
+    """Costs of layers with experts, and with packed samples on context-parallel ranks, where a run has them."""
+
+    def __init__(self, machine: Machine, experts: ExpertRanks, exchange: _Exchange) -> None:
         super().__init__(machine)
-        self.experts = experts
+        self.experts, self.exchange = experts, exchange
 
     def of(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
-        """As of any layer."""
+        """As of any layer, and what exchanging packed samples takes, by microbatch."""
+        found = self._of(layer, how)
+        if layer.key_heads:
+            found = found.copy()
+            found[0, :4] += self._exchanged(how)
+        return found
+
+    def launches(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
+        """Launches wait for what is read back, too."""
+        forward, inputs, _, again = self._exchanged(how) * bool(layer.key_heads)
+        return super().launches(layer, how) + np.array([forward, inputs + again, 0.0])
+
+    def _exchanged(self, how: LayerOptions) -> np.ndarray:
+        """Forward, backward for the input, for the parameters, and what of it is computed again."""
+        return np.array([self.exchange.forward, self.exchange.backward, 0.0, self.exchange.forward * how.recompute])
+
+    def _of(self, layer: LayerShape, how: LayerOptions) -> np.ndarray:
         if not layer.expert_weights:
             return super().of(layer, how)
         if self.experts.whole:  # a rank's share of the tokens, as choices: there is a row for each of the lane's
