@@ -99,7 +99,8 @@ ADVANTAGE = tuple(
 
 CARDS = Row(
     "predicted step time of 44 published runs of other frameworks on 1 to 1,024 H100 in bf16 (repeats count once; "
-    "without overlaps, slower kernels of small experts and skewed routing): mean and worst error; rank correlation; "
+    "two terms for the host came after these rows had been seen; lengths of packed samples are assumed; without "
+    "overlaps, slower kernels of small experts and skewed routing): mean and worst error; rank correlation; "
     "the same without the five under context parallelism (6 FLOPs per active parameter and token at 40% of the peak)",
     "cards",
     "{:.0%}, {:.0%} ({:.0%}, {:.0%}); {:.2f} ({:.2f}); {:.2f} ({:.2f})",
