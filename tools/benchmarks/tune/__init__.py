@@ -31,7 +31,7 @@ from benchmarks.tune.runs import Runs, pools
 from hetmesh.cost import load_machine, machine_toml
 from hetmesh.testing.pool import WorkerPool
 from hetmesh.training.tune.constants import fitted_names, with_factors
-from hetmesh.training.tune.findings import Findings
+from hetmesh.training.tune.findings import Findings, to_pace
 from hetmesh.training.tune.guesses import Layouts
 from hetmesh.training.tune.tuner import Tuner
 from hetmesh.training.tune.turns import STEPS
@@ -102,7 +102,7 @@ def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) 
         row["within"] = row["over_best"] <= max(_CLOSE, row["scatter"])
         row["share_of_time"] = row["seconds"] / whole
         for key in ("before", "after", "of_machine"):
-            scale = table.usual_pace / row["pace"] if key != "before" else 1.0
+            scale = to_pace(row["pace"], table.usual_pace) if key != "before" else 1.0
             predicted = {name: scale * seconds for name, seconds in row.pop(key).items()}
             never = [own for own in medians if own in predicted and own not in row["ran"]]
             row[f"error_{key}"] = statistics.mean(abs(predicted[own] / medians[own] - 1) for own in never)

@@ -36,7 +36,7 @@ LEAST = {
 """The constants that are fitted, each from its value or this; 0: from its value alone, of which 0 says "unknown"."""
 BUSY = "busy_slowdown"
 _PRIOR = math.log(3.0)
-_STEP, _PART = 0.05, 0.4  # standard deviations of logarithms of predicted over measured seconds
+_STEP, _PART = 0.08, 0.4  # standard deviations of logarithms of predicted over measured seconds
 _LEAST_PART = 0.03  # of a step: smaller parts say nothing
 _CLEAR = 2.0  # standard deviations, beyond which a residual counts by its size and not by its square
 _LONGEST = 1.5  # of a step in logarithms

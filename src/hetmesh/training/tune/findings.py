@@ -12,6 +12,7 @@ from hetmesh.errors import UsageError
 from hetmesh.files import from_json, read_file, write_json
 from hetmesh.formatting import counted
 
+PACE_NOISE = 0.05  # in logarithms: on two cores, with two to four ranks, between turns
 UNUSUAL_PACE = 1.5  # times the usual one, or a share of it as small
 USUAL_SCATTER, LEAST_SCATTER = 0.04, 0.005
 """Of a step: as one turn that says so, until others do; and no clock and no machine is better."""
@@ -42,6 +43,12 @@ class Finding:
     pace: float = 0.0
     failed: str = ""
     out_of_memory: bool = False
+
+
+def to_pace(pace: float, usual: float) -> float:
+    """What seconds at a pace are multiplied by to be those at the usual one. 0: it is not measured."""
+    apart = math.log(usual / pace) if pace and usual else 0.0
+    return math.exp(math.copysign(max(abs(apart) - PACE_NOISE, 0.0), apart))
 
 
 @dataclass
@@ -118,14 +125,19 @@ class Findings:
 
     @property
     def steps(self) -> dict[str, list[float]]:
-        """Seconds of all timed steps of each layout that ran, at the usual pace; of turns at a pace far from that where
-        it has no others."""
+        """Seconds of each timed step at the usual pace, by layout; of disturbed turns where there are no others."""
         found: dict[str, list[float]] = {}
-        calm, failed = self.calm, self.failed
+        calm, failed, usual, settling = self.calm, self.failed, self.usual_pace, self.settling
         for turn in self.each:
             if turn.steps and turn.layout not in failed and (self._is_calm(turn) or turn.layout not in calm):
-                found.setdefault(turn.layout, []).extend(self._scale(turn) * seconds for seconds in turn.steps)
+                steps = turn.steps[0] / settling, *turn.steps[1:]
+                found.setdefault(turn.layout, []).extend(to_pace(turn.pace, usual) * seconds for seconds in steps)
         return found
+
+    @property
+    def settling(self) -> float:
+        """Times as long as its second timed step the first one of a turn takes, in the median turn."""
+        return statistics.median([own.steps[0] / own.steps[1] for own in self.each if len(own.steps) > 1] or [1.0])
 
     @property
     def calm(self) -> set[str]:
@@ -140,10 +152,6 @@ class Findings:
         """That of the median turn; 0: none was measured."""
         paces = [own.pace for own in self.each if own.pace]
         return statistics.median(paces) if paces else 0.0
-
-    def _scale(self, turn: Finding) -> float:
-        """Of the seconds of a turn, to what they would have been at the usual pace."""
-        return self.usual_pace / turn.pace if turn.pace else 1.0
 
     @property
     def failed(self) -> dict[str, Finding]:
@@ -171,6 +179,6 @@ class Findings:
     def parts(self, layout: str) -> dict[str, float]:
         """The mean of the parts of its turns."""
         turns = [own for own in self.each if own.layout == layout and own.parts]
-        each = [(own.parts, self._scale(own)) for own in turns]
+        each = [(own.parts, to_pace(own.pace, self.usual_pace)) for own in turns]
         names = turns[0].parts if turns else ()
         return {name: statistics.mean(scale * parts.get(name, 0.0) for parts, scale in each) for name in names}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -57,7 +56,7 @@ class Layouts:
 
     Args:
         plans: the candidates.
-        batches: sampled global batches whose mean counts.
+        batches: sampled ones whose mean decides what the planner finds; guesses are of one, as few are measured, too.
 
     Attributes:
         plans: by name.
@@ -65,10 +64,9 @@ class Layouts:
     """
 
     def __init__(self, problem: Problem, plans: Iterable[LayoutPlan], batches: int = 1) -> None:
-        one = problem.alike  # then one lane and one batch stand for all
         self.problem, self.plans = problem, {str(plan): plan for plan in plans}
         self.batches, self.complete = batches, False
-        self._predictor = Predictor(problem, 1 if one else batches, 1 if one else MIN_LANES)
+        self._predictor = Predictor(problem, 1, 1 if problem.alike else MIN_LANES)
 
     @classmethod
     def of(cls, problem: Problem, batches: int) -> Layouts:
@@ -105,12 +103,7 @@ class Layouts:
         return found
 
     def _guess(self, predictor: Predictor, plan: LayoutPlan, parts: bool) -> Guess:
-        timelines: Sequence[Timeline] = predictor.timelines(plan)
-        problem = predictor.problem
+        (timeline,) = predictor.timelines(plan)
         assert predictor.laid is not None
-        peak = max(max(timeline.peak_bytes) for timeline in timelines)
-        reserved = problem.reserved(predictor.laid[plan.key()][0].whole)
-        each = [step_parts(timeline) for timeline in timelines] if parts else []
-        means = {name: statistics.mean(own.get(name, 0.0) for own in each) for name in (each[0] if each else ())}
-        seconds = statistics.mean(timeline.makespan for timeline in timelines)
-        return Guess(seconds, peak, reserved, means)
+        reserved = predictor.problem.reserved(predictor.laid[plan.key()][0].whole)
+        return Guess(timeline.makespan, max(timeline.peak_bytes), reserved, step_parts(timeline) if parts else {})

@@ -110,8 +110,7 @@ class Ranks:
 
 class _Reference:
     """Work that is always the same, a linear layer forward and backward: how fast a rank is at the moment. Other work
-    on its machine, and clocks that change, slow a step down as much (on two cores of a virtual machine, while steps
-    became 2 to 3 times as slow); of an accelerator it shows the host alone, as it is small."""
+    on its machine slows a step down as much (on two cores, to 2 to 3 times); of an accelerator it shows the host."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
