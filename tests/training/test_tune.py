@@ -197,8 +197,8 @@ def test_a_turn_that_other_work_disturbs_does_not_decide(number, steps, times):
 
 
 def test_steps_are_compared_at_one_pace():
-    """A layout that ran while the machine was half as fast is hardly slower for it, nor are its parts. Paces that differ
-    by no more than they do anyway change nothing."""
+    """A layout that ran while the machine was half as fast is hardly slower for it, nor are its parts. Paces that
+    differ by no more than they do anyway change nothing."""
     slow = Finding("a", (2.1, 2.1), {"optimizer": 0.4}, pace=0.2)
     usual = [Finding(name, (1.5,), {"optimizer": 0.3}, pace=0.1) for name in ("b", "c")]
     found = Findings(each=[slow, *usual])
