@@ -168,6 +168,7 @@ NAMED = {
 
 
 def name_key(model: str) -> str:
+    """A model's name as `NAMED` has it."""
     key = re.sub(r"[^a-z0-9.]", "", model.lower())
     key = re.sub(r"(instruct|base|chat|hf|bf16)$", "", key).removeprefix("meta")
     return re.sub(r"^llama3\.[1-3]", "llama3", key)
