@@ -136,7 +136,7 @@ def test_predictions_follow_the_layout_and_nothing_that_was_measured(predict):
 
 def test_packed_samples_on_context_parallel_ranks_keep_the_host_busy(predict):
     """In a layer, for each of 42 samples and two ranks twice, four tensors each way: 72 operations and ends of ranges,
-    and 40 again where blocks are recomputed. Not where keys and values go round, or no ranks share a sample."""
+    and 40 again where blocks are recomputed. Not with ring attention, nor where no ranks share a sample."""
     cells = {"seq_len": "32768", "cp": "2", "dp": "2"}
     others = ({"model": name, "params_total_b": "30"} for name in ("Qwen3-30B-A3B", "Moonlight-16B-A3B"))
     short = cells | {"seq_len": "4096"}  # the host decides: five samples come on top of what it launches

@@ -4,10 +4,11 @@
     python tools/bench.py cards --rows FILE.csv     # another table with the same columns
 
 Every run is predicted by the predictor that decides in `hetmesh plan`, with the machine file as it is: no constant
-knows these rows, and none was changed after errors were seen (`run_predictions.py` has those that no file has). Models
-are built at their published sizes (`llm_sizes.py`); one that is not known by name is shaped by `params_total_b` and
-`params_active_b`, and said. Beside it stands a predictor that knows nothing else: 6 FLOPs per active parameter and
-token at 40% of the peak (`trivial`), and the same at the rate that suits these rows best (`trivial_fitted`).
+knows these rows, and none was changed after errors were seen (`run_predictions.py` has those that no file has); two
+terms were added (`README.md`). Models are built at their published sizes (`llm_sizes.py`); one that is not known by
+name is shaped by `params_total_b` and `params_active_b`, and said. Beside it stands a predictor that knows nothing
+else: 6 FLOPs per active parameter and token at 40% of the peak (`trivial`), and the same at the rate that suits these
+rows best (`trivial_fitted`).
 
 Repeats of a run, whose rows differ in nothing that it is predicted from, count once, by the mean of their steps
 (`every_row` counts each). A step error is |predicted / published - 1|. Rows that cannot be modelled and columns that
@@ -24,7 +25,14 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.cards.published_runs import CARDS, PublishedRun, read_runs
-from benchmarks.cards.run_predictions import DOCUMENT, ENCODER, IMAGE_SHARE, UTILIZATION, PredictedRun, predict_run
+from benchmarks.cards.run_predictions import (
+    ENCODER,
+    IMAGE_SHARE,
+    SAMPLE_TOKENS,
+    UTILIZATION,
+    PredictedRun,
+    predict_run,
+)
 from benchmarks.planner.agreement import best_factor, mean_error, rank_correlation
 from hetmesh.cost import load_machine
 from hetmesh.errors import HetmeshError
@@ -89,7 +97,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "lora_over_full": _lora_over_full(counted),
         "left_out": left_out,
         "not_modelled": list(NOT_MODELLED),
-        "constants": {"vlm encoder": ENCODER.like, "image share": IMAGE_SHARE, "tokens of a packed sample": DOCUMENT}
+        "constants": {
+            "vlm encoder": ENCODER.like,
+            "image share": IMAGE_SHARE,
+            "tokens of a packed sample": SAMPLE_TOKENS,
+        }
         | {m: _constants(m) for m in machines},
         "rows": [_row(r, p) for r, p in pairs],
     }

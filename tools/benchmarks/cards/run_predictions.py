@@ -42,12 +42,12 @@ ENCODER = ENCODERS[0]
 FEWEST_EXPERTS = 4
 """A generator with fewer times the parameters that a token goes through is a mixture of transformers, with sets of all
 weights of the LLM; with more it is one of experts."""
-DOCUMENT = 2_914_250_826 // 939_343 // 4
+SAMPLE_TOKENS = 2_914_250_826 // 939_343 // 4
 """Tokens of a sample that is packed with others: tables do not say. Of the Tulu 3 SFT mixture, by its bytes and samples
 (dataset card of allenai/tulu-3-sft-mixture) and four bytes per token."""
-POINT_TO_POINT = (name_key("Qwen3-30B-A3B"),)
-"""Models whose context-parallel ranks hand keys and values on instead: `cp_comm_type=p2p` in the command of its
-verification card. Latent attention always does."""
+RING_ATTENTION = (name_key("Qwen3-30B-A3B"),)
+"""Models whose packed samples ran with ring attention: `cp_comm_type=p2p` in the command of their verification card.
+Latent attention has no other way."""
 UTILIZATION = 0.4
 """Of the peak, by a predictor that knows nothing else: 38 to 43% are published for Llama 3 on H100 (arXiv 2407.21783,
 table 4)."""
@@ -197,12 +197,12 @@ class _Exchange:
     def of(cls, run: PublishedRun, llm: ModuleShape, machine: Machine) -> _Exchange:
         if not run.packed or run.cp == 1:
             return cls()
-        if name_key(run.model) in POINT_TO_POINT or not any(layer.key_heads for layer in llm.layers):
-            return cls(said=("packed samples: keys and values go round point to point, counted as of one sample",))
-        samples = run.micro_batch * max(run.tokens // DOCUMENT, 1)
+        if name_key(run.model) in RING_ATTENTION or not any(layer.key_heads for layer in llm.layers):
+            return cls(said=("packed samples: ring attention, counted as of one sample",))
+        samples = run.micro_batch * max(run.tokens // SAMPLE_TOKENS, 1)
         before, after = (2 * run.cp * samples * machine.operation_overhead * each for each in _REORDERED)
         # queries, keys and values before attention, its output after it; of gradients the other way round
-        return cls(3 * before + after, before + 3 * after, (f"{samples} packed samples of {DOCUMENT} tokens",))
+        return cls(3 * before + after, before + 3 * after, (f"{samples} packed samples of {SAMPLE_TOKENS} tokens",))
 
 
 _REORDERED = (8 + 1 + 2, 4 + 1 + 2)
