@@ -224,6 +224,11 @@ class Predictor:
             self.laid[plan.key()] = laid
 
 
+def deciding(problem: Problem, batches: int) -> Predictor:
+    """What decides between layouts; where all samples are alike one lane and one batch stand for all."""
+    return Predictor(problem, 1, 1) if problem.alike else Predictor(problem, batches, MIN_LANES)
+
+
 def plan_fit(problem: Problem, plan: LayoutPlan) -> MemoryFit:
     """Whether a layout fits the machine on the largest batch of the problem's samples, with the lanes of a search."""
     size = problem.global_batch_size

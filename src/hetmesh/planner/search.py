@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hetmesh._processes import no_garbage_collection
 from hetmesh.errors import HetmeshError
@@ -31,10 +32,9 @@ from hetmesh.planner.candidates import (
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
 from hetmesh.planner.microbatch_splits import Split, best_split
-from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops
+from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops, deciding
 from hetmesh.planner.problem import Problem
 from hetmesh.schedule import PolicyOptions
-from hetmesh.simulate import LayerCosts
 
 _MAX_SIMULATED = 128  # of each placement, where there are no more
 _MAX_GROUPS, _MAX_TRIED = 12, 4  # of candidates, and how many of each are simulated until one fits
@@ -72,31 +72,26 @@ class Found:
         return min((found[0] for found in self.best.values() if found), key=lambda p: p.step_s, default=None)
 
 
-def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES) -> Found:
+def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES, exact: Predictor | None = None) -> Found:
     """Search the layouts of `problem`. Deterministic.
 
     Args:
         shown: how many of each placement are returned.
         batches: sampled global batches whose mean decides; a certified macro batch says how many (`macro_batch.py`).
+        exact: what decides instead, which may know layouts from another machine (`Predictor.on`).
     """
     with no_garbage_collection():
-        return _Search(problem, batches).run(shown)
+        return _Search(problem, exact or deciding(problem, batches)).run(shown)
 
 
 class _Search:
-    def __init__(self, problem: Problem, batches: int) -> None:
-        self.problem = problem
-        layers = LayerCosts(problem.machine, problem.profile)
-        self.estimator = Estimator(problem, layers)
-        assignments: dict = {}  # many layouts have the same lanes, and so the same balanced batches
-        exact = Predictor(problem, batches, MIN_LANES, layers, assignments=assignments)
-        self.predictors = {
-            "quick": Predictor(problem, layers=layers, quick=True, assignments=assignments),
-            "one batch": Predictor(problem, 1, MIN_LANES, layers, assignments=assignments),
-            "exact": exact,
-        }
-        if problem.alike:  # then one lane and one batch stand for all
-            self.predictors = {"exact": Predictor(problem, 1, 1, layers, assignments=assignments)}
+    def __init__(self, problem: Problem, exact: Predictor) -> None:
+        self.problem, self.predictors = problem, {"exact": exact}
+        self.estimator = Estimator(problem, exact.layers)
+        if not problem.alike:  # many layouts have the same lanes, and so the same balanced batches
+            shared: dict[str, Any] = {"layers": exact.layers, "assignments": exact.assignments}
+            self.predictors["quick"] = Predictor(problem, quick=True, **shared)
+            self.predictors["one batch"] = Predictor(problem, 1, MIN_LANES, **shared)
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[str, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}

@@ -59,7 +59,7 @@ def _summary(tuner: Tuner) -> tuple[str, str]:
     turns, layouts = counted(len(findings.each), "turn"), counted(len(tuner.layouts.plans), "layout")
     done = f"{turns} of {len(findings.seconds)} of {layouts} in {findings.spent_s:.0f} s"
     if findings.seconds:
-        done += f"; steps, all at the pace of the median turn, scatter by {findings.scatter:.1%}"
+        done += f"; median steps, all at the pace of the median turn, scatter by {findings.scatter:.1%}"
     if tuner.untried is not None:
         done += f"; the budget of {tuner.budget:g} s ended it before a turn of {tuner.untried.layout}"
     if best is None:

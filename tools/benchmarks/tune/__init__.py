@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) -> dict[str, Any]:
     """The row of one problem."""
     asked = case.asked()
-    problem, batches = asked.problem()
-    runs = Runs(pool, asked, problem, Layouts.of(problem, batches), path)
+    problem = asked.problem()
+    runs = Runs(pool, asked, problem, Layouts.of(problem), path)
     for layout in runs.layouts.plans:
         runs.turn(layout, 0, STEPS)
     table = Findings(each=[turns[0] for turns in runs.known.values()])
@@ -125,8 +125,8 @@ def searched(case: Case, machine: str, runs: Runs) -> dict[str, Any]:
     """What tune does from a machine file: its choice, what it took, and what it predicts."""
     started, measuring = time.perf_counter(), 0.0
     asked = case.asked(machine)
-    problem, batches = asked.problem()
-    tuner = Tuner(Layouts.of(problem, batches), load_machine(machine), Findings())
+    problem = asked.problem()
+    tuner = Tuner(Layouts.of(problem), load_machine(machine), Findings())
     turns = []
     while (turn := tuner.next()) is not None:
         runs.layouts.plans |= tuner.layouts.plans  # on another machine the planner may fill other gaps

@@ -170,11 +170,13 @@ class Findings:
 
     @property
     def scatter(self) -> float:
-        """How far the steps of a layout lie from their median, as a share of it: half of their range, which for three
-        steps is about the error of their median; of all layouts the median one."""
+        """About the error of a turn's median step, as a share of it: half of the range of its steps, in the median
+        turn, or the standard deviation of paces between turns (from their median distance), whichever is more."""
         turns = [own.steps for own in self.each if len(own.steps) > 1]
         each = [(max(steps) - min(steps)) / (2 * statistics.median(steps)) for steps in turns]
-        return max(statistics.median([*each, USUAL_SCATTER]), LEAST_SCATTER)
+        paces = [abs(math.log(own.pace / self.usual_pace)) for own in self.each if own.pace]
+        between = 1.4826 * statistics.median(paces or [0.0])
+        return max(statistics.median([*each, USUAL_SCATTER]), between, LEAST_SCATTER)
 
     def parts(self, layout: str) -> dict[str, float]:
         """The mean of the parts of its turns."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from hetmesh.cost import Machine
 from hetmesh.errors import HetmeshError
 from hetmesh.planner import LayoutPlan, Predictor, Problem, search
-from hetmesh.planner.predict import MIN_LANES
+from hetmesh.planner.predict import deciding
 from hetmesh.simulate import Timeline
 
 MOST_LAYOUTS = 96
@@ -56,28 +56,27 @@ class Layouts:
 
     Args:
         plans: the candidates.
-        batches: sampled ones whose mean decides what the planner finds; guesses are of one, as few are measured, too.
 
     Attributes:
         plans: by name.
         complete: whether the planner has no others.
     """
 
-    def __init__(self, problem: Problem, plans: Iterable[LayoutPlan], batches: int = 1) -> None:
+    def __init__(self, problem: Problem, plans: Iterable[LayoutPlan]) -> None:
         self.problem, self.plans = problem, {str(plan): plan for plan in plans}
-        self.batches, self.complete = batches, False
-        self._predictor = Predictor(problem, 1, 1 if problem.alike else MIN_LANES)
+        self.complete = False
+        self._predictor = deciding(problem, 1)  # few batches are measured, too
 
     @classmethod
-    def of(cls, problem: Problem, batches: int) -> Layouts:
+    def of(cls, problem: Problem) -> Layouts:
         """Those that the planner simulates."""
-        found = cls(problem, (), batches)
+        found = cls(problem, ())
         found.search(problem.machine)
         return found
 
     def search(self, machine: Machine) -> None:
         """Add what the planner simulates for a machine: the fastest, and the fastest common one wherever it stands."""
-        found = search(replace(self.problem, machine=machine), batches=self.batches)
+        found = search(replace(self.problem, machine=machine), exact=self._predictor.on(machine))
         every = sorted(found.every, key=lambda own: (own.step_s, str(own.plan)))
         common = [own for own in every if own.plan.placement == "homogeneous"][:1]
         self.plans |= {str(own.plan): own.plan for own in (*every[:MOST_LAYOUTS], *common)}

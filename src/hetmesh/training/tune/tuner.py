@@ -131,11 +131,11 @@ class Asked:
     budget: float | None = None
     folder: Path | None = None
 
-    def problem(self) -> tuple[Problem, int]:
-        """What the planner works on, and of how many batches means are taken."""
+    def problem(self) -> Problem:
+        """What the planner works on."""
         resolved, machine, profile = resolve(self.recipe), self.machine, self.profile
         problem = recipe_problem(resolved, machine=machine, ranks=self.ranks, fixed=self.fixed, profile=profile)
-        return certified(problem, recipe_macro_batch(problem))
+        return certified(problem, recipe_macro_batch(problem))[0]
 
     def recipe_text(self, problem: Problem, plan: LayoutPlan) -> str:
         """The recipe with a layout. Raises RecipeError: it cannot be written so."""
@@ -210,13 +210,13 @@ class _Deciding:
 
     def __init__(self, asked: Asked, report: Callable[[Tuner], None]) -> None:
         self.asked, self.report = asked, report
-        problem, batches = asked.problem()
+        problem = asked.problem()
         path = None if asked.folder is None else asked.folder / STATE_FILE
         findings = Findings(asked.digest) if path is None else Findings.load(path, asked.digest)
         findings.peak_flops = findings.peak_flops or dict(problem.machine.peak_flops)
         machine = replace(problem.machine, peak_flops=findings.peak_flops)  # a CPU's is measured at each start
         self.problem = replace(problem, machine=machine)
-        layouts = Layouts.of(self.problem, batches)
+        layouts = Layouts.of(self.problem)
         if not layouts.plans:
             raise UsageError("no layout of these ranks can be simulated; `hetmesh plan` says why")
         self.tuner = Tuner(layouts, self.problem.machine, findings, asked.budget)

@@ -21,15 +21,12 @@ from hetmesh.training.tune.guesses import Guess, Layouts
 FIRST, FEWEST, MOST = 6, 7, 12
 """One in `FIRST` layouts, at least `FEWEST` and at most `MOST`, runs before constants are fitted."""
 SHORT, STEPS = 2, 3
-"""Timed steps of a turn: of the first one of a layout, and of those that decide or say how much steps scatter."""
+"""Timed steps of a turn: of the first one of a layout, and of those that decide."""
 FINALISTS = ((SHORT, 3), (SHORT + STEPS, 2))
 """Of layouts with so many steps, how many of the fastest take more, where scatter cannot tell them apart."""
 _DISTURBED, _MOST_AGAIN = 1.25, 2
 """Times what the simulator says, or the fastest step was: a layout that takes longer and would else win has another
 turn, and one more; as has one that leads by turns that were disturbed."""
-_HOPES = 2
-"""First turns in a row that did not find a faster layout, after which none goes to one that wins only if its prediction
-is off."""
 _LEAST_DOUBT = 0.04  # in logarithms
 
 
@@ -102,7 +99,7 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     if len(seconds) < ranking.first and left:
         own = [name for name in left if name in common] if seconds and not common & seconds.keys() else []
         if own or not seconds:
-            return Turn(min(own or left, key=lambda name: ranking.seconds[name]), STEPS)
+            return Turn(min(own or left, key=lambda name: ranking.seconds[name]), SHORT)
         seen = {trait for name in seconds for trait in ranking.traits.get(name, ())}
         new = {name: len(ranking.traits[name] - seen) for name in left}
         ran = [ranking.traits[name] for name in seconds if name in ranking.traits]
@@ -114,13 +111,13 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
     leader = min(expected, key=lambda name: expected[name])
     best = expected[leader]
     if left:
-        in_vain, most = len(seconds) - max(ranking.first, list(seconds).index(leader) + 1), best * (1 - scatter)
+        in_vain = len(seconds) > max(ranking.first, list(seconds).index(leader) + 1)  # the last one was not faster
         hope = min(left, key=ranking.at_best)
-        if (ranking.at_best(hope) if in_vain < _HOPES else ranking.seconds[hope]) < most:
+        if (ranking.seconds[hope] if in_vain else ranking.at_best(hope)) < best * (1 - scatter):
             return Turn(hope, SHORT)
     for name, measured in seconds.items():
         least = min(ranking.seconds.get(name, measured), *steps[name])
-        again = least < best and measured > _DISTURBED * least
+        again = least < best and statistics.median_high(steps[name]) > _DISTURBED * least
         if turns[name] <= _MOST_AGAIN and (again or (name == leader and name not in findings.calm)):
             return Turn(name, STEPS)
     for known, finalists in FINALISTS:
