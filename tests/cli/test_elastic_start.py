@@ -11,6 +11,7 @@ import pytest
 
 from hetmesh.cli import main
 from hetmesh.cli.elastic_start import choose
+from hetmesh.cost.machine import TYPICAL_PEAK
 from hetmesh.errors import RecipeError
 from hetmesh.planner import Found
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
@@ -126,8 +127,11 @@ def test_the_planner_finds_a_layout_that_none_names_and_it_is_kept(recipe, tmp_p
 
 
 def test_what_the_planner_does_not_find_is_an_error_that_names_the_nearest(recipe, monkeypatch):
-    monkeypatch.setattr("hetmesh.cli.elastic_start.search", lambda problem, **how: Found({}))
+    """Nothing is measured for it: each start finds the same."""
+    asked = []
+    monkeypatch.setattr("hetmesh.cli.elastic_start.search", lambda problem, **how: asked.append(problem) or Found({}))
     on = ("--elastic.plan", "true")
     said = r"no layout is of 3 ranks; the nearest is two.toml of 2 .*, which finds nothing here: no layout of 3 ranks"
     with pytest.raises(RecipeError, match=said):
         choose(recipe, load_recipe(recipe, on), on, 3)
+    assert set(asked[0].machine.peak_flops.values()) == {TYPICAL_PEAK}

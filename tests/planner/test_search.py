@@ -16,7 +16,7 @@ from hetmesh.planner import PLACEMENTS, LayoutPlan, ModulePlan, Predictor, candi
 from hetmesh.planner.candidates import can_run, homogeneous, microbatch_sizes, module_plans, variants
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import laid_out
-from hetmesh.planner.predict import MIN_LANES, deciding, some_lanes
+from hetmesh.planner.predict import MIN_LANES, deciding_predictor, some_lanes
 from hetmesh.planner.search import BATCHES
 from hetmesh.recipe.recipe import load_recipe, parse_recipe
 from hetmesh.records.metrics import amount
@@ -155,7 +155,7 @@ def test_a_pipeline_is_tried_with_its_gaps_filled_where_another_layout_is_faster
 def test_what_is_known_of_layouts_from_another_machine_changes_no_prediction():
     """Of all but gaps, which stay filled as they were first."""
     given = problem(2, 8, fixed={**FEW, "llm.tensor_parallel_degree": 1})
-    other, knowing = slower(given, 1000), deciding(given, 1)
+    other, knowing = slower(given, 1000), deciding_predictor(given, 1)
     search(given, exact=knowing.on(given.machine))
     once, anew = (
         {own.plan.key(): (own.step_s, own.peak_bytes) for own in found.every if own.plan.schedule != "bubble_fill"}

@@ -333,6 +333,39 @@ def test_hopes_end_where_predictions_are_off_the_same_way(predicted, count):
     assert len(turns) == count
 
 
+def test_turns_that_do_not_count_end_too():
+    """Leaders that cannot be told apart run beside other work from then on."""
+    layouts = MadeLayouts(PLANS[:FEWEST])
+    guesses = dict.fromkeys(layouts.plans, Guess(1.0))
+    findings = Findings(each=[Finding(name, (1.0, 1.0), pace=0.1) for name in layouts.plans])
+    while (turn := next_turn(rank(layouts, guesses, findings), findings, set())) is not None:
+        findings.add(Finding(turn.layout, (3.0,) * turn.steps, pace=0.3))
+        assert max(findings.turns.values()) <= 5
+
+
+def test_what_goes_on_has_the_candidates_of_the_first_fit(tmp_path):
+    """Of many layouts the planner then searches for other ones: with these constants, however often they changed."""
+
+    class Searched(MadeLayouts):
+        complete = False
+
+        def __init__(self):
+            super().__init__()
+            self.machines = []
+
+        def search(self, machine):
+            self.machines.append(machine)
+
+    path = tmp_path / "tune.json"
+    tuner = searched(Tuner(Searched(), wrong(1), Findings("a", path)))
+    name = next(name for name in tuner.ranking.seconds if name not in tuner.findings.seconds)
+    tuner.add(Finding(name, (2 * tuner.ranking.seconds[name],) * 3))
+    assert tuner.findings.factors != tuner.findings.first_factors
+    again = Tuner(Searched(), wrong(1), Findings.load(path, "a"))
+    assert again.layouts.machines == tuner.layouts.machines
+    assert len(again.layouts.machines) == 1
+
+
 @pytest.mark.parametrize("times", [1.0, 2.0])
 def test_constants_are_fitted_again_where_they_are_wrong(times):
     tuner = searched(Tuner(MadeLayouts(), wrong(1), Findings()))
@@ -365,11 +398,15 @@ def test_first_turns_show_all_that_layouts_differ_in(sign):
 
 
 def test_turns_scatter_as_their_paces_do():
-    """Three steps of one turn may all be slow. One turn beside other work does not count."""
-    paces = (0.09, 0.1, 0.1, 0.11, 0.5)
-    each = [Finding(name, (1.0, 1.0), pace=pace) for name, pace in zip("abcde", paces, strict=True)]
-    assert Findings(each=each[:3]).scatter == LEAST_SCATTER
-    assert Findings(each=each).scatter == pytest.approx(1.4826 * math.log(1.1))
+    """Three steps of one turn may all be slow. One turn beside other work does not count, nor does what steps are
+    corrected for."""
+
+    def scatter(*paces):
+        return Findings(each=[Finding(str(i), (1.0, 1.0), pace=pace) for i, pace in enumerate(paces)]).scatter
+
+    assert scatter(0.097, 0.1, 0.1) == LEAST_SCATTER
+    assert scatter(0.097, 0.1, 0.1, 0.103, 0.5) == pytest.approx(1.4826 * math.log(1.03))
+    assert scatter(0.05, 0.1, 0.2, 0.4) == pytest.approx(1.4826 * PACE_NOISE)
 
 
 def test_what_scatters_more_than_layouts_differ_is_left():

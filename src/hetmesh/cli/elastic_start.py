@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hetmesh.boundary.meeting import from_first_rank
 from hetmesh.checkpoint.saved_run import run_recipe
 from hetmesh.errors import RecipeError
 from hetmesh.files import from_json, read_text, writing
+from hetmesh.formatting import counted
 from hetmesh.planner import search
 from hetmesh.recipe.recipe import Recipe, load_recipe, place_beside
 from hetmesh.recipe.sections import freeze
@@ -28,6 +30,7 @@ from hetmesh.resolve.elastic import (
     same_layout,
 )
 from hetmesh.resolve.planning import certified, planned_text, recipe_macro_batch, recipe_problem
+from hetmesh.resolve.recipe_step_model import agreed_step_model
 from hetmesh.resolve.resolved import resolve
 
 
@@ -106,8 +109,10 @@ def _planned_before(recipe: Recipe, ranks: int) -> list[NamedLayout]:
 def _planned(path: Path, recipe: Recipe, overrides: Sequence[str], ranks: int, otherwise: str) -> NamedLayout:
     """The layout that the planner finds for `ranks`, which it also writes into the dump folder, as it takes a while.
     Raises RecipeError: it finds none, and `otherwise`."""
-    print(f"elastic: planning a layout of {ranks} ranks", flush=True)
-    problem = recipe_problem(resolve(recipe), ranks=ranks)
+    print(f"elastic: planning a layout of {counted(ranks, 'rank')}", flush=True)
+    resolved = resolve(recipe)
+    model, problem = agreed_step_model(recipe, resolved.graph, resolved.shapes), recipe_problem(resolved, ranks=ranks)
+    problem = replace(problem, machine=model.machine) if model else problem  # which measures nothing
     problem, batches = certified(problem, recipe_macro_batch(problem))
     found = search(problem, shown=1, batches=batches)
     if found.fastest is None:

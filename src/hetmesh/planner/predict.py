@@ -224,7 +224,7 @@ class Predictor:
             self.laid[plan.key()] = laid
 
 
-def deciding(problem: Problem, batches: int) -> Predictor:
+def deciding_predictor(problem: Problem, batches: int) -> Predictor:
     """What decides between layouts; where all samples are alike one lane and one batch stand for all."""
     return Predictor(problem, 1, 1) if problem.alike else Predictor(problem, batches, MIN_LANES)
 

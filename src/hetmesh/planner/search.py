@@ -32,7 +32,7 @@ from hetmesh.planner.candidates import (
 from hetmesh.planner.estimate import Estimator
 from hetmesh.planner.layout_plan import PLACEMENTS, LayoutPlan, ModulePlan
 from hetmesh.planner.microbatch_splits import Split, best_split
-from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops, deciding
+from hetmesh.planner.predict import MIN_LANES, Prediction, Predictor, batch_flops, deciding_predictor
 from hetmesh.planner.problem import Problem
 from hetmesh.schedule import PolicyOptions
 
@@ -81,7 +81,7 @@ def search(problem: Problem, *, shown: int = 3, batches: int = BATCHES, exact: P
         exact: what decides instead, which may know layouts from another machine (`Predictor.on`).
     """
     with no_garbage_collection():
-        return _Search(problem, exact or deciding(problem, batches)).run(shown)
+        return _Search(problem, exact or deciding_predictor(problem, batches)).run(shown)
 
 
 class _Search:
@@ -91,7 +91,8 @@ class _Search:
         if not problem.alike:  # many layouts have the same lanes, and so the same balanced batches
             shared: dict[str, Any] = {"layers": exact.layers, "assignments": exact.assignments}
             self.predictors["quick"] = Predictor(problem, quick=True, **shared)
-            self.predictors["one batch"] = Predictor(problem, 1, MIN_LANES, **shared)
+            if exact.batches > 1:
+                self.predictors["one batch"] = Predictor(problem, 1, MIN_LANES, **shared)
         self.refused: Counter[str] = Counter()
         self.known: dict[tuple[str, tuple], Prediction | None] = {}
         self.estimated: dict[tuple, float] = {}

@@ -75,7 +75,7 @@ def judged(case: Case, number: int, pool: WorkerPool, path: Path | None = None) 
     """The row of one problem."""
     asked = case.asked()
     problem = asked.problem()
-    runs = Runs(pool, asked, problem, Layouts.of(problem), path)
+    runs = Runs(pool, asked, problem, Layouts(problem), path)
     for layout in runs.layouts.plans:
         runs.turn(layout, 0, STEPS)
     table = Findings(each=[turns[0] for turns in runs.known.values()])
@@ -126,7 +126,7 @@ def searched(case: Case, machine: str, runs: Runs) -> dict[str, Any]:
     started, measuring = time.perf_counter(), 0.0
     asked = case.asked(machine)
     problem = asked.problem()
-    tuner = Tuner(Layouts.of(problem), load_machine(machine), Findings())
+    tuner = Tuner(Layouts(problem), load_machine(machine), Findings())
     turns = []
     while (turn := tuner.next()) is not None:
         runs.layouts.plans |= tuner.layouts.plans  # on another machine the planner may fill other gaps

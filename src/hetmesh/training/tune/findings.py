@@ -16,6 +16,7 @@ PACE_NOISE = 0.05  # in logarithms: on two cores, with two to four ranks, betwee
 UNUSUAL_PACE = 1.5  # times the usual one, or a share of it as small
 USUAL_SCATTER, LEAST_SCATTER = 0.04, 0.005
 """Of a step: as one turn that says so, until others do; and no clock and no machine is better."""
+_NUMBERS = "factors", "first_factors", "peak_flops"
 DIED = "processes died with it, twice (out of memory?)"
 
 
@@ -60,7 +61,8 @@ class Findings:
         path: of the file; None: there is none.
         each: the findings.
         running, begun: the layout that has begun and is not over, and how often: where a file says so, a process died.
-        factors: logarithms by which the fit has changed the machine's constants so far.
+        factors, first_factors: logarithms by which the fit has changed the machine's constants so far, and by which the
+            first one did: the planner has searched for these, too.
         peak_flops: of the machine, as measured at the first start where its file has none.
     """
 
@@ -70,13 +72,14 @@ class Findings:
     running: str = ""
     begun: int = 0
     factors: dict[str, float] = field(default_factory=dict)
+    first_factors: dict[str, float] = field(default_factory=dict)
     peak_flops: dict[str, float] = field(default_factory=dict)
 
     def save(self) -> None:
         """Raises OutputError: the file cannot be written."""
         if self.path is not None:
             each = [asdict(finding) for finding in self.each]
-            known = {name: getattr(self, name) for name in ("of", "running", "begun", "factors", "peak_flops")}
+            known = {name: getattr(self, name) for name in ("of", "running", "begun", *_NUMBERS)}
             write_json(self.path, {**known, "findings": each}, indent=1)
 
     @classmethod
@@ -89,7 +92,7 @@ class Findings:
         try:
             raw = from_json(read_file(path))
             each = [Finding(**(own | {"steps": tuple(map(float, own["steps"]))})) for own in raw["findings"]]
-            numbers = ({k: float(v) for k, v in raw[key].items()} for key in ("factors", "peak_flops"))
+            numbers = ({k: float(v) for k, v in raw[key].items()} for key in _NUMBERS)
             found = cls(str(raw["of"]), path, each, str(raw["running"]), int(raw["begun"]), *numbers)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: not one that `hetmesh tune` wrote ({error}); move it away") from error
@@ -171,11 +174,12 @@ class Findings:
     @property
     def scatter(self) -> float:
         """About the error of a turn's median step, as a share of it: half of the range of its steps, in the median
-        turn, or the standard deviation of paces between turns (from their median distance), whichever is more."""
+        turn, or the standard deviation of paces between turns (from their median distance), as far as steps are not
+        corrected for it, whichever is more."""
         turns = [own.steps for own in self.each if len(own.steps) > 1]
         each = [(max(steps) - min(steps)) / (2 * statistics.median(steps)) for steps in turns]
         paces = [abs(math.log(own.pace / self.usual_pace)) for own in self.each if own.pace]
-        between = 1.4826 * statistics.median(paces or [0.0])
+        between = 1.4826 * min(statistics.median(paces or [0.0]), PACE_NOISE)
         return max(statistics.median([*each, USUAL_SCATTER]), between, LEAST_SCATTER)
 
     def parts(self, layout: str) -> dict[str, float]:

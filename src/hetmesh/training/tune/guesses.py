@@ -10,7 +10,7 @@ from types import MappingProxyType
 from hetmesh.cost import Machine
 from hetmesh.errors import HetmeshError
 from hetmesh.planner import LayoutPlan, Predictor, Problem, search
-from hetmesh.planner.predict import deciding
+from hetmesh.planner.predict import deciding_predictor
 from hetmesh.simulate import Timeline
 
 MOST_LAYOUTS = 96
@@ -52,27 +52,17 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
 
 
 class Layouts:
-    """The candidates of a problem; what they are is worked out once for all machines.
-
-    Args:
-        plans: the candidates.
+    """The candidates of a problem, those that the planner simulates; what they are is worked out once for all machines.
 
     Attributes:
         plans: by name.
         complete: whether the planner has no others.
     """
 
-    def __init__(self, problem: Problem, plans: Iterable[LayoutPlan]) -> None:
-        self.problem, self.plans = problem, {str(plan): plan for plan in plans}
-        self.complete = False
-        self._predictor = deciding(problem, 1)  # few batches are measured, too
-
-    @classmethod
-    def of(cls, problem: Problem) -> Layouts:
-        """Those that the planner simulates."""
-        found = cls(problem, ())
-        found.search(problem.machine)
-        return found
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.plans, self.complete = problem, dict[str, LayoutPlan](), False
+        self._predictor = deciding_predictor(problem, 1)  # few batches are measured, too
+        self.search(problem.machine)
 
     def search(self, machine: Machine) -> None:
         """Add what the planner simulates for a machine: the fastest, and the fastest common one wherever it stands."""

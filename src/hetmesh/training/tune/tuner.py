@@ -51,8 +51,8 @@ class Tuner:
         self.machine, self.ranking = machine, Ranking()
         self.untried: Turn | None = None
         self._guesses: tuple[Machine | None, dict[str, Guess]] = None, {}
-        if findings.factors and not layouts.complete:
-            layouts.search(with_factors(machine, findings.factors))
+        if findings.first_factors and not layouts.complete:
+            layouts.search(with_factors(machine, findings.first_factors))
         self._look()
 
     def _look(self) -> None:
@@ -75,6 +75,7 @@ class Tuner:
         if enough and self._unexpected(finding, predicted):
             first = not self.findings.factors
             self.findings.factors = fit_constants(self.layouts, self.given, self.findings)
+            self.findings.first_factors = self.findings.first_factors or self.findings.factors
             self.findings.save()
             if first and not self.layouts.complete:  # of many layouts other ones look fast on another machine
                 self.layouts.search(with_factors(self.given, self.findings.factors))
@@ -216,7 +217,7 @@ class _Deciding:
         findings.peak_flops = findings.peak_flops or dict(problem.machine.peak_flops)
         machine = replace(problem.machine, peak_flops=findings.peak_flops)  # a CPU's is measured at each start
         self.problem = replace(problem, machine=machine)
-        layouts = Layouts.of(self.problem)
+        layouts = Layouts(self.problem)
         if not layouts.plans:
             raise UsageError("no layout of these ranks can be simulated; `hetmesh plan` says why")
         self.tuner = Tuner(layouts, self.problem.machine, findings, asked.budget)

@@ -124,6 +124,6 @@ def next_turn(ranking: Ranking, findings: Findings, common: Collection[str]) -> 
         most = best * (1 + scatter * math.sqrt(2 * STEPS / known))  # the error of a difference
         close = sorted((own, name) for name, own in expected.items() if len(steps[name]) >= known and own <= most)
         for _, name in close[:finalists] if len(close) > 1 else []:
-            if len(steps[name]) < known + STEPS:
+            if len(steps[name]) < known + STEPS and turns[name] <= _MOST_AGAIN + len(FINALISTS):
                 return Turn(name, STEPS)
     return None
